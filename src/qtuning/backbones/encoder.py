@@ -1,0 +1,60 @@
+"""BERT-like backbones: [CLS], prompt vectors, text; one linear head per task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtuning.backbones.answers import AnswerSet
+from qtuning.backbones.base import Backbone, Head, Row, Tokens
+from qtuning.errors import BackboneError
+from qtuning.tasks import Text
+
+
+@dataclass
+class EncoderBackbone(Backbone):
+    """Reads the state of [CLS], or the mean over [CLS] and text; prompt vectors are not averaged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.family = "encoder"
+        self.needs_head = True
+        self.prompt_at = 1  # [CLS] keeps position 0 (A28)
+        self._uses_types = "token_type_ids" in self.tokenizer.model_input_names
+        if self.tokenizer.cls_token_id is None:
+            raise BackboneError(f"{self.name!r}: its tokenizer has no [CLS] token to read from.")
+
+    def answers(self, label_words: Sequence[str]) -> AnswerSet:
+        """A class index for each label, as a sequence of one."""
+        return AnswerSet.build([(i,) for i in range(len(label_words))])
+
+    def _tokens_of(self, text: Text, room: int) -> Tokens:
+        pair = text if isinstance(text, tuple) else (text,)
+        coded = self.tokenizer(
+            *pair,
+            truncation="longest_first" if len(pair) > 1 else True,
+            max_length=room,
+            return_token_type_ids=self._uses_types,
+        )
+        return Tokens(tuple(coded["input_ids"]), tuple(coded.get("token_type_ids", ())))
+
+    def hidden(self, rows: Sequence[Row], bank: Tensor) -> Tensor:
+        """[n, 1, h]: one read-out per row."""
+        batch = self.assemble(rows, bank)
+        extra = {"token_type_ids": batch.token_types} if self._uses_types else {}
+        states: Tensor = self.model(
+            inputs_embeds=batch.inputs_embeds, attention_mask=batch.attention_mask, **extra
+        ).last_hidden_state
+        if self.readout == "cls":
+            return states[:, :1]
+        kept = batch.text_mask.unsqueeze(-1).to(states)
+        return (states * kept).sum(dim=1, keepdim=True) / kept.sum(dim=1, keepdim=True)
+
+    def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
+        """[n, 1, h] -> [n, 1, classes]."""
+        if head is None:
+            raise BackboneError("an encoder needs the task's head to answer.")
+        return F.linear(hidden.to(head.weight), head.weight, head.bias)

@@ -1,0 +1,346 @@
+"""The command line. Every error is one line that names the value and the remedy; exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
+
+app = typer.Typer(
+    help="Continual few-shot learning on one frozen language model (Q-tuning, arXiv 2404.14607).",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+KINDS = ("methods", "models", "evictions", "streams", "tasks")
+
+Collection = Annotated[Path, typer.Argument(help="Folder of the collection.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")]
+
+
+def main() -> None:
+    """Entry point of the `qtuning` command."""
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        app()
+    except (QTuningError, OSError) as error:
+        if debug:
+            raise
+        message = " ".join(str(error).split())
+        typer.echo(f"error: {message}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        sys.exit(130)
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Options of every command."""
+    if version:
+        from qtuning import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Where the collection is saved.")] = Path(
+        "demo-collection"
+    ),
+    model: Annotated[
+        str, typer.Option(help="An encoder: minilm, bge-small, a folder or hub id.")
+    ] = "minilm",
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+) -> None:
+    """Watch one frozen model learn eight tasks and forget none; a few minutes on two cores.
+
+    Example: `qtuning demo --output my-first-collection`
+    """
+    from qtuning.demo import run_demo
+
+    run_demo(output, model, seed)
+
+
+@app.command()
+def learn(
+    collection: Collection,
+    file: Annotated[
+        Path, typer.Argument(help="CSV, TSV, JSONL or Parquet with a text and a label column.")
+    ],
+    model: Annotated[str, typer.Option(help="Backbone of a new collection.")] = "minilm",
+    name: Annotated[
+        str | None, typer.Option(help="Name of the task; the file's by default.")
+    ] = None,
+    text: Annotated[str, typer.Option(help="Column of the text.")] = "text",
+    text_b: Annotated[str | None, typer.Option(help="Column of a second text.")] = None,
+    label: Annotated[str, typer.Option(help="Column of the label.")] = "label",
+    split: Annotated[
+        str | None, typer.Option(help="Column that says train, validation or test.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="Method of a new collection.")] = "q-tuning",
+    seed: Annotated[int, typer.Option(help="Seed of a new collection.")] = 0,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16, for a new collection.")] = "fp32",
+    device: Device = None,
+    replace: Annotated[
+        bool, typer.Option(help="Learn a new version of a task of that name.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of a new collection, e.g. queue_size=5."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Teach a collection one more task; the collection is made if it is not there yet.
+
+    Examples:
+
+    `qtuning learn support refunds.csv --model minilm --set queue_size=5`
+
+    `qtuning learn support tone.jsonl --text message --label verdict`
+    """
+    from qtuning.collection import MANIFEST
+    from qtuning.task_files import read_task
+    from qtuning.tuner import QTuner
+
+    task = read_task(file, name, text=text, text_b=text_b, label=label, split=split)
+    given = _parse_settings(settings or [])
+    if (collection / MANIFEST).exists():
+        if given:
+            raise ConfigError(
+                f"{collection} already has its settings; --set is for a new collection."
+            )
+        tuner = QTuner.from_pretrained(collection, device=device)
+    else:
+        tuner = QTuner(model, method=method, seed=seed, dtype=dtype, device=device, **given)
+    facts = tuner.learn(task, replace=replace)
+    tuner.save_pretrained(collection)
+    if as_json:
+        _print_json(facts)
+        return
+    console = Console()
+    for note in facts["notes"]:
+        console.print(f"note: {note}", style="yellow", highlight=False)
+    sizes = facts["split"]
+    console.print(
+        f"learnt [bold]{task.name}[/bold] from {sizes['train']} texts in {facts['seconds']:.0f} s: "
+        f"validation {_percent(facts.get('validation_score'))} ({sizes['validation']} texts), "
+        f"test {_percent(facts['test_score'])} ({sizes['test']} texts). "
+        f"{collection} now knows {len(tuner.tasks)} task{'s' if len(tuner.tasks) > 1 else ''}."
+    )
+
+
+@app.command()
+def predict(
+    collection: Collection,
+    texts: Annotated[list[str] | None, typer.Argument(help="One or more texts.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Which task; not needed if there is only one.")
+    ] = None,
+    text_b: Annotated[
+        str | None, typer.Option(help="The second text, for a task on pairs.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A file with one text per line instead.")
+    ] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Label texts with a task of a collection.
+
+    Examples:
+
+    `qtuning predict support "Where is my money?" --task refunds`
+
+    `qtuning predict support --file inbox.txt --task tone --json`
+    """
+    from qtuning.tuner import QTuner
+
+    rows: list[Any] = list(texts or [])
+    if file is not None:
+        try:
+            rows += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError:
+            raise TaskError(f"{file} is not UTF-8; save it as UTF-8.") from None
+    if not rows:
+        raise TaskError("give at least one text, or a file of texts with --file.")
+    if text_b is not None:
+        rows = [(row, text_b) for row in rows]
+    tuner = QTuner.from_pretrained(collection, device=device)
+    found = tuner.predict_proba(rows, task)
+    assert isinstance(found, list)
+    for row, probabilities in zip(rows, found, strict=True):
+        label = max(probabilities, key=probabilities.__getitem__)
+        if as_json:
+            _print_json({"text": row, "label": label, "probabilities": probabilities}, indent=None)
+        else:
+            shown = " / ".join(row) if isinstance(row, tuple) else row
+            typer.echo(f"{label}\t{probabilities[label]:.3f}\t{shown}")
+
+
+@app.command("ls")
+def list_known(
+    kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")],
+    as_json: AsJson = False,
+) -> None:
+    """List what is registered, with one line each.
+
+    Example: `qtuning ls methods --json`
+    """
+    if kind not in KINDS:
+        raise ConfigError(unknown("kind", kind, KINDS))
+    entries = _entries(kind)
+    if as_json:
+        _print_json(entries)
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for entry in entries:
+        table.add_row(f"[bold]{entry['name']}[/bold]", entry["description"])
+    Console().print(table)
+
+
+@app.command()
+def show(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="A collection's folder, or the name of a method, stream, task or model."
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show a collection, or one registered thing.
+
+    Examples: `qtuning show demo-collection`, `qtuning show intent-bank`
+    """
+    if Path(what).exists():
+        _show_collection(Path(what), as_json)
+        return
+    for kind in KINDS:
+        for entry in _entries(kind):
+            if entry["name"] == what:
+                _print_json({"kind": kind.removesuffix("s"), **entry})
+                return
+    names = [entry["name"] for kind in KINDS for entry in _entries(kind)]
+    raise ConfigError(unknown("name or folder", what, names))
+
+
+@app.command()
+def env(as_json: AsJson = False) -> None:
+    """What a bug report needs: versions, device, models at hand.
+
+    Example: `qtuning env --json`
+    """
+    from qtuning.environment import describe
+
+    facts = describe()
+    if as_json:
+        _print_json(facts)
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key, value in facts.items():
+        table.add_row(key, f"[bold]{value}[/bold]")
+    Console().print(table)
+
+
+def _entries(kind: str) -> list[dict[str, Any]]:
+    """Registered things of one kind, each with a name and a one-line description."""
+    if kind == "methods":
+        from qtuning.methods import list_methods
+
+        keys = ("name", "description", "paper", "families", "forgets", "stores_data", "packable")
+        return [{key: getattr(info, key) for key in keys} for info in list_methods().values()]
+    if kind == "models":
+        from qtuning.backbones.sources import SOURCES
+
+        return [
+            {"name": name, "description": s.description, "hub_id": s.hub_id, "install": s.install}
+            for name, s in SOURCES.items()
+        ]
+    if kind == "evictions":
+        from qtuning.eviction import EVICTIONS
+
+        return [
+            {"name": name, "description": (rule.__doc__ or "").splitlines()[0]}
+            for name, rule in EVICTIONS.items()
+        ]
+    from qtuning.streams import list_cards, list_streams
+
+    if kind == "streams":
+        return [
+            {"name": s.name, "description": s.description, "tasks": s.tasks}
+            for s in list_streams().values()
+        ]
+    keys = ("name", "description", "group", "licence", "version", "labels", "label_words")
+    return [{key: card[key] for key in keys} for card in list_cards().values()]
+
+
+def _show_collection(folder: Path, as_json: bool) -> None:
+    from qtuning.collection import read_collection
+
+    saved, _ = read_collection(folder)
+    if as_json:
+        tasks = {
+            name: {"labels": s.card.label_names, "version": saved.versions[name], **s.facts}
+            for name, s in saved.snapshots.items()
+        }
+        _print_json(
+            {
+                "backbone": saved.backbone,
+                "method": saved.method,
+                "settings": saved.settings,
+                "tasks": tasks,
+            }
+        )
+        return
+    console = Console()
+    console.print(
+        f"[bold]{folder}[/bold]: {len(saved.snapshots)} tasks on {saved.backbone['name']} "
+        f"({saved.backbone['family']}), method {saved.method}"
+    )
+    table = Table()
+    for heading in ("task", "labels", "validation", "test", "prompt vectors", "version"):
+        table.add_column(heading)
+    for name, snapshot in saved.snapshots.items():
+        table.add_row(
+            name,
+            ", ".join(snapshot.card.label_names),
+            _percent(snapshot.facts.get("validation_score")),
+            _percent(snapshot.facts.get("test_score")),
+            str(len(snapshot.rows)),
+            str(saved.versions[name]),
+        )
+    console.print(table)
+
+
+def _parse_settings(pairs: list[str]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes name=value, got {pair!r}.")
+        found[name.strip()] = value.strip()
+    return found
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _print_json(value: Any, indent: int | None = 2) -> None:
+    typer.echo(json.dumps(value, indent=indent, ensure_ascii=False))

@@ -1,0 +1,248 @@
+"""The saved artefact: snapshots, queue and shared prefix in one folder, safetensors and JSON only.
+
+    manifest.json                  format version, backbone, sha256 of every file below
+    state-<sha>.safetensors        what the next task needs: queue, shared prefix, its MLP
+    tasks/<name>/task.json         labels, label words, scores
+    tasks/<name>/snapshot.safetensors
+    README.md                      a model card, for people
+
+Replacing the manifest is the only commit. Files it names are never written again: a new version of
+a task goes to `tasks/<name>@2/`, and what no manifest names any more is removed afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from qtuning import __version__
+from qtuning.backbones import Head
+from qtuning.errors import CollectionError, TaskError
+from qtuning.files import sha256_of, write_atomic
+from qtuning.snapshots import Snapshot, TaskCard
+from qtuning.tasks import check_task_name
+
+FORMAT = 1
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+"""How to read an older manifest: from format n to n + 1."""
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Everything a folder holds, in memory."""
+
+    backbone: dict[str, Any]
+    """name, family, fingerprint, dtype, readout, max_length."""
+    method: str
+    settings: dict[str, Any]
+    seed: int
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any]
+    """What else the method's state needs, JSON only."""
+    snapshots: dict[str, Snapshot]
+    versions: dict[str, int] = field(default_factory=dict)
+
+
+def write_collection(folder: Path, collection: Collection, expected: str | None = None) -> str:
+    """Save; returns the manifest's sha256, by which a later save knows that nothing came between.
+
+    Args:
+        folder: New, empty, or holding a collection.
+        collection: What to save.
+        expected: sha256 of the manifest this collection came from; `""` overwrites whatever is there.
+    """
+    old = _manifest_bytes(folder)
+    if old is None and folder.exists() and any(folder.iterdir()):
+        raise CollectionError(
+            f"{folder} is not empty and holds no collection; choose another folder."
+        )
+    if old is not None and expected != "" and sha256_of(old) != expected:
+        raise CollectionError(
+            f"{folder} already holds a collection, or was changed since it was opened; nothing was written. "
+            f"Choose another folder, or pass overwrite=True."
+        )
+    tasks = {
+        name: _write_task(folder, name, snapshot, collection.versions.get(name, 1))
+        for name, snapshot in collection.snapshots.items()
+    }
+    state = save_tensors({key: tensor.contiguous() for key, tensor in collection.tensors.items()})
+    state_name = f"state-{sha256_of(state)[:16]}.safetensors"
+    _write_once(folder / state_name, state)
+    manifest = {
+        "format": FORMAT,
+        "qtuning": __version__,
+        "backbone": collection.backbone,
+        "method": collection.method,
+        "settings": collection.settings,
+        "seed": collection.seed,
+        "state": {"file": state_name, "sha256": sha256_of(state), "facts": collection.facts},
+        "tasks": tasks,
+    }
+    data = _json_bytes(manifest)
+    write_atomic(folder / MANIFEST, data)  # the one commit
+    _remove_unnamed(folder, manifest)
+    write_atomic(folder / "README.md", _model_card(collection).encode())
+    return sha256_of(data)
+
+
+def read_collection(folder: Path) -> tuple[Collection, str]:
+    """A collection whose every file is whole, and its manifest's sha256."""
+    data = _manifest_bytes(folder)
+    if data is None:
+        raise CollectionError(f"{folder} holds no collection (no {MANIFEST}).")
+    manifest = _parse_manifest(folder, data)
+    try:
+        state = manifest["state"]
+        tensors = load_tensors(_checked(folder, state["file"], state["sha256"]))
+        snapshots = {
+            name: _read_task(folder, name, entry) for name, entry in manifest["tasks"].items()
+        }
+        found = Collection(
+            backbone=manifest["backbone"],
+            method=manifest["method"],
+            settings=manifest["settings"],
+            seed=manifest["seed"],
+            tensors=tensors,
+            facts=state["facts"],
+            snapshots=snapshots,
+            versions={name: entry["version"] for name, entry in manifest["tasks"].items()},
+        )
+    except (KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+        if isinstance(error, CollectionError):
+            raise
+        raise CollectionError(
+            f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}); restore it from a copy."
+        ) from error
+    return found, sha256_of(data)
+
+
+def _parse_manifest(folder: Path, data: bytes) -> dict[str, Any]:
+    try:
+        manifest = json.loads(data)
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError):
+        raise CollectionError(
+            f"{folder / MANIFEST} is damaged (not a manifest); restore it from a copy."
+        ) from None
+    if not isinstance(version, int) or version > FORMAT:
+        raise CollectionError(
+            f"{folder} has format {version!r}, newer than {FORMAT}, which this version reads; upgrade qtuning."
+        )
+    while version < FORMAT:
+        if version not in UPGRADES:
+            raise CollectionError(
+                f"{folder} has format {version}, which no version of qtuning wrote."
+            )
+        manifest = UPGRADES[version](manifest)
+        version += 1
+    return dict(manifest)
+
+
+def _write_task(folder: Path, name: str, snapshot: Snapshot, version: int) -> dict[str, Any]:
+    check_task_name(name)
+    tensors = {"rows": snapshot.rows}
+    if snapshot.head:
+        tensors |= {"head.weight": snapshot.head.weight, "head.bias": snapshot.head.bias}
+    files = {
+        "task.json": _json_bytes({**asdict(snapshot.card), "facts": dict(snapshot.facts)}),
+        "snapshot.safetensors": save_tensors({key: t.contiguous() for key, t in tensors.items()}),
+    }
+    place = f"tasks/{name}" if version == 1 else f"tasks/{name}@{version}"
+    while any(_differs(folder / place / file, data) for file, data in files.items()):
+        version += 1  # the name is taken by other bytes, which the old manifest may still name
+        place = f"tasks/{name}@{version}"
+    for file, data in files.items():
+        _write_once(folder / place / file, data)
+    return {
+        "version": version,
+        "folder": place,
+        "files": {file: sha256_of(data) for file, data in files.items()},
+    }
+
+
+def _read_task(folder: Path, name: str, entry: dict[str, Any]) -> Snapshot:
+    try:
+        check_task_name(name)
+    except TaskError as error:
+        raise CollectionError(f"{folder / MANIFEST} is damaged: {error}") from None
+    place = entry["folder"]
+    if not re.fullmatch(rf"tasks/{re.escape(name)}(@\d+)?", place):
+        raise CollectionError(
+            f"{folder / MANIFEST} puts task {name!r} at {place!r}, outside its place."
+        )
+    read = {file: _checked(folder, f"{place}/{file}", sha) for file, sha in entry["files"].items()}
+    card = json.loads(read["task.json"])
+    facts = card.pop("facts")
+    tensors = load_tensors(read["snapshot.safetensors"])
+    head = Head(tensors["head.weight"], tensors["head.bias"]) if "head.weight" in tensors else None
+    card["label_names"] = tuple(card["label_names"])
+    return Snapshot(TaskCard(**card), tensors["rows"], head, facts)
+
+
+def _checked(folder: Path, name: str, expected: str) -> bytes:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise CollectionError(f"{folder / MANIFEST} names {name!r}, outside the collection.")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CollectionError(
+            f"{path} cannot be read ({error.strerror}); restore it from a copy."
+        ) from None
+    if sha256_of(data) != expected:
+        raise CollectionError(
+            f"{path} is damaged (its sha256 is not the manifest's); restore it from a copy."
+        )
+    return data
+
+
+def _manifest_bytes(folder: Path) -> bytes | None:
+    path = folder / MANIFEST
+    return path.read_bytes() if path.is_file() else None
+
+
+def _differs(path: Path, data: bytes) -> bool:
+    return path.exists() and path.read_bytes() != data
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    if not path.exists() or path.read_bytes() != data:
+        write_atomic(path, data)
+
+
+def _remove_unnamed(folder: Path, manifest: dict[str, Any]) -> None:
+    """What no manifest names: earlier states, removed or replaced tasks, leftovers of a kill."""
+    for state in folder.glob("state-*.safetensors"):
+        if state.name != manifest["state"]["file"]:
+            state.unlink(missing_ok=True)
+    named = {entry["folder"] for entry in manifest["tasks"].values()}
+    for place in folder.glob("tasks/*"):
+        if f"tasks/{place.name}" not in named:
+            shutil.rmtree(place, ignore_errors=True)
+    for leftover in [*folder.glob(".*.safetensors.*"), *folder.glob(f".{MANIFEST}.*")]:
+        leftover.unlink(missing_ok=True)
+
+
+def _json_bytes(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _model_card(collection: Collection) -> str:
+    from importlib.resources import files
+
+    from jinja2 import Environment
+
+    template = (files("qtuning") / "catalog" / "model_card.md.j2").read_text(encoding="utf-8")
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    return environment.from_string(template).render(collection=collection, version=__version__)

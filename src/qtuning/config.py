@@ -1,0 +1,165 @@
+"""Settings of a run, in two parts: what the method is, and how it is trained.
+
+The engine sees only `TrainSettings`; a method sees only its `MethodSettings`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from qtuning.errors import ConfigError, unknown
+
+EVICTION_NAMES = ("pca", "fifo", "random", "none")
+RETENTIONS = ("kl", "jsd", "none")
+SHARED_SCHEDULES = ("all", "algorithm1")
+
+
+@dataclass(frozen=True, slots=True)
+class MethodSettings:
+    """The shape of Q-tuning. Each ablation of the paper is one of these switches."""
+
+    prompt_length: int = 10
+    """Soft prompt vectors per task, `l` (paper: 10)."""
+    shared_length: int = 10
+    """Vectors of the shared prefix; 0 leaves it out."""
+    queue_size: int = 10
+    """Prompts the queue holds at most, the current one included (paper: 5 or 10)."""
+    eviction: str = "pca"
+    """Rule that makes room in a full queue: pca, fifo, random, or none (the queue grows)."""
+    keep_mean: bool = False
+    """Add back the mean that DQ-PCA subtracts (the paper drops it)."""
+    scale: bool = True
+    """Learn the rank-one scale; off, every row counts as it is."""
+    scale_new_prompt: bool = True
+    """Let the scale reweigh the current prompt too, as the paper does."""
+    newest_first: bool = False
+    """Put newer prompts before older ones (the order of ProgPrompt's code)."""
+    mlp: bool = False
+    """Train prompts through a residual MLP, baked at the end of the task."""
+    mlp_hidden: int = 512
+    """Hidden units of that MLP (paper: 512)."""
+    retention: str = "kl"
+    """Loss that keeps the shared prefix close to the previous state: kl, jsd or none."""
+    memory_factor: float = 0.01
+    """Weight of the retention loss (paper: 0.01 for long sequences)."""
+    shared_schedule: str = "all"
+    """Tasks that train the shared prefix: all, or algorithm1 (the first, then from eviction on)."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "prompt_length", "queue_size", "mlp_hidden")
+        _at_least(self, 0, "shared_length", "memory_factor")
+        _at_most(self, 4096, "prompt_length", "shared_length")
+        _at_most(self, 100_000, "queue_size", "mlp_hidden")
+        _one_of(self, "eviction", EVICTION_NAMES)
+        _one_of(self, "retention", RETENTIONS)
+        _one_of(self, "shared_schedule", SHARED_SCHEDULES)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """How one task is trained and its best state chosen."""
+
+    epochs: int = 15
+    """Passes over the training examples of a task."""
+    batch_size: int = 16
+    """Examples per step and lane (paper: 8)."""
+    prompt_lr: float = 1e-2
+    """Learning rate of the new prompt (Adam)."""
+    scale_lr: float = 5e-3
+    """Learning rate of the scale's two vectors, which start at 1."""
+    shared_lr: float = 1e-2
+    """Learning rate of the shared prefix."""
+    mlp_lr: float = 1e-3
+    """Learning rate of the residual MLPs."""
+    head_lr: float = 1e-2
+    """Learning rate of an encoder's classification head."""
+    discriminator_lr: float = 1e-3
+    """Learning rate of the discriminator of `retention: jsd`."""
+    weight_decay: float = 0.0
+    """L2 penalty of Adam, on every group alike."""
+    clip: float = 1.0
+    """Largest gradient norm of one lane; 0 switches clipping off."""
+    validate_every: int = 1
+    """Epochs between two looks at the validation rows."""
+    patience: int = 0
+    """Validations without a better score before a lane stops; 0 never stops early."""
+    shots: int = 16
+    """Training examples per class; 0 takes all there are."""
+    validation_limit: int = 500
+    """Validation examples per class at most."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "epochs", "batch_size", "validate_every")
+        _at_least(self, 0, "patience", "clip", "weight_decay", "shots", "validation_limit")
+        _at_most(self, 1_000_000, "epochs", "batch_size", "shots")
+        _at_least(self, 0, *(f.name for f in fields(self) if f.name.endswith("_lr")))
+
+
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "encoder": {},
+    "causal": {"prompt_lr": 5e-2, "shared_lr": 5e-2, "scale_lr": 1e-2, "batch_size": 8},
+    "seq2seq": {"prompt_lr": 0.3, "shared_lr": 0.3, "scale_lr": 1e-2, "batch_size": 8},
+}
+"""Learning rates follow the size of a family's embeddings. Encoder: chosen on held-out rows of the starter
+tasks' training part; causal: from a prototype on other data; seq2seq: the paper's."""
+
+
+def make_settings(family: str = "encoder", **flat: Any) -> tuple[MethodSettings, TrainSettings]:
+    """Both parts from flat keywords; unknown names are refused with the nearest known one.
+
+    What is not given comes from the defaults of the backbone's family.
+    """
+    parts: list[Any] = []
+    flat = {**FAMILY_DEFAULTS[family], **flat}
+    known = [f.name for cls in (MethodSettings, TrainSettings) for f in fields(cls)]
+    for name in flat:
+        if name not in known:
+            raise ConfigError(unknown("setting", name, known))
+    for cls in (MethodSettings, TrainSettings):
+        typed = {
+            f.name: _typed(f.name, flat[f.name], f.type) for f in fields(cls) if f.name in flat
+        }
+        parts.append(cls(**typed))
+    return parts[0], parts[1]
+
+
+def settings_dict(method: MethodSettings, train: TrainSettings) -> dict[str, Any]:
+    """The flat form, as `make_settings` takes it and as manifests record it."""
+    return {**asdict(method), **asdict(train)}
+
+
+def _typed(name: str, value: Any, kind: Any) -> Any:
+    """`value` as the declared type; text from a command line is read as that type."""
+    wanted = {"int": int, "float": float, "bool": bool, "str": str}[str(kind)]
+    if isinstance(value, str) and wanted is not str:
+        flags = {"true": True, "false": False}
+        try:
+            return flags[value.lower()] if wanted is bool else wanted(value)
+        except (ValueError, KeyError):
+            raise ConfigError(f"{name} must be {kind}, got {value!r}.") from None
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
+        raise ConfigError(f"{name} must be {kind}, got {value!r}.")
+    return value
+
+
+def _at_least(settings: Any, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if not value >= low:  # written so that nan fails too
+            raise ConfigError(f"{name} must be at least {low}, got {value}.")
+
+
+def _at_most(settings: Any, high: int, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value > high:
+            raise ConfigError(f"{name} must be at most {high:,}, got {value:,}. Lower {name}.")
+
+
+def _one_of(settings: Any, name: str, options: tuple[str, ...]) -> None:
+    value = getattr(settings, name)
+    if value not in options:
+        raise ConfigError(unknown(name, str(value), options))

@@ -1,0 +1,38 @@
+"""What can go wrong, said in the caller's words: the rule, the value it got, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QTuningError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(QTuningError, ValueError):
+    """A setting, name or option that breaks a rule."""
+
+
+class TaskError(QTuningError, ValueError):
+    """Labelled texts that cannot become a task."""
+
+
+class BackboneError(QTuningError, RuntimeError):
+    """A language model that cannot be loaded or used."""
+
+
+class CollectionError(QTuningError, RuntimeError):
+    """A saved collection that cannot be read or written."""
+
+
+class TrainingError(QTuningError, RuntimeError):
+    """Training that cannot go on."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """One line for an unknown name: the nearest known one, then all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown {kind} {name!r}.{hint} Known: {', '.join(options) or 'none'}."

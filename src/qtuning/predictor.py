@@ -1,0 +1,68 @@
+"""Mixed-task prediction: every text may belong to another task, all share the same passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from qtuning.backbones import Backbone, Tokens
+from qtuning.errors import TaskError, unknown
+from qtuning.scoring import Answerer, Query, exact_matches, score
+from qtuning.snapshots import Snapshot
+from qtuning.tasks import Text
+
+
+class Predictor:
+    """Answers texts with the snapshots of a collection on one frozen backbone."""
+
+    def __init__(self, backbone: Backbone, snapshots: Mapping[str, Snapshot]):
+        self.backbone, self.snapshots = backbone, dict(snapshots)
+        self._answerers: dict[str, Answerer] = {}
+
+    def log_probs(self, texts: Sequence[Text], tasks: Sequence[str]) -> list[Tensor]:
+        """Log-probabilities [labels of its task] for each text."""
+        return score(self.backbone, self.queries(texts, tasks))
+
+    def exact_matches(
+        self, texts: Sequence[Text], tasks: Sequence[str], gold: Sequence[int]
+    ) -> list[bool]:
+        """Whether greedy generation would write exactly the gold label words, for each text."""
+        if self.backbone.needs_head:
+            raise TaskError(
+                f"exact match compares generated label words, and {self.backbone.name!r} is an encoder; "
+                f"use match='label'."
+            )
+        return exact_matches(self.backbone, self.queries(texts, tasks), gold)
+
+    def queries(self, texts: Sequence[Text], tasks: Sequence[str]) -> list[Query]:
+        """Each text, tokenised for its task."""
+        found: dict[int, Query] = {}
+        for name in dict.fromkeys(tasks):
+            places = [i for i, task in enumerate(tasks) if task == name]
+            answerer = self._answerer(name)
+            tokens = self._tokens(name, [texts[i] for i in places], answerer)
+            found |= {i: Query(answerer, each) for i, each in zip(places, tokens, strict=True)}
+        return [found[i] for i in range(len(texts))]
+
+    def _answerer(self, name: str) -> Answerer:
+        if name not in self.snapshots:
+            raise TaskError(unknown("task", name, self.snapshots))
+        if name not in self._answerers:
+            self._answerers[name] = self.snapshots[name].answerer(self.backbone)
+        return self._answerers[name]
+
+    def _tokens(self, name: str, texts: Sequence[Text], answerer: Answerer) -> list[Tokens]:
+        is_pair = self.snapshots[name].card.is_pair
+        for text in texts:
+            parts = text if isinstance(text, tuple) else (text,)
+            if not all(isinstance(part, str) and part.strip() for part in parts):
+                raise TaskError(f"a text to predict must be a non-empty string, got {text!r}.")
+            if isinstance(text, tuple) != is_pair or len(parts) > 2:
+                wanted = (
+                    "pairs of texts: pass a tuple of two"
+                    if is_pair
+                    else "single texts: pass a string"
+                )
+                raise TaskError(f"task {name!r} takes {wanted}, got {text!r}.")
+        return self.backbone.tokenize(texts, len(answerer.layout), answerer.answers.longest)

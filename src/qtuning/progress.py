@@ -1,0 +1,66 @@
+"""A live line for learning: task, epoch, loss, validation, time left."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from qtuning.lanes import Progress as LaneProgress
+
+
+class LearningBar:
+    """A rich progress bar that follows `fit_lanes`; over several tasks it also counts them."""
+
+    def __init__(self, tasks: int = 1, console: Console | None = None, quiet: bool = False):
+        self.console = console or Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            transient=True,
+            disable=quiet or not self.console.is_terminal,
+        )
+        self._tasks, self._seen = tasks, 0
+        self._id: TaskID | None = None
+        self._task = ""
+
+    def __enter__(self) -> LearningBar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(self, now: LaneProgress) -> None:
+        """Show one lane after an epoch."""
+        if now.task != self._task:
+            self._task, self._seen = now.task, self._seen + 1
+            if self._id is None:
+                self._id = self._bar.add_task("", total=self._tasks * now.epochs, status="")
+        assert self._id is not None
+        count = f"[{self._seen}/{self._tasks}] " if self._tasks > 1 else ""
+        validation = "" if now.validation is None else f"  validation {now.validation:.1%}"
+        self._bar.update(
+            self._id,
+            completed=(self._seen - 1) * now.epochs + now.epoch,
+            description=f"{count}{now.task}",
+            status=f"epoch {now.epoch}/{now.epochs}  loss {now.loss:.3f}{validation}",
+        )

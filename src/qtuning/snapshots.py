@@ -1,0 +1,66 @@
+"""The finished vectors of one task. A snapshot never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtuning.backbones import Backbone, Head
+from qtuning.scoring import Answerer, Query, score
+from qtuning.tasks import Task, Text
+
+
+@dataclass(frozen=True)
+class TaskCard:
+    """What is left of a task when its texts are gone."""
+
+    name: str
+    label_names: tuple[str, ...]
+    label_words: Mapping[str, str]
+    metric: str = "accuracy"
+    is_pair: bool = False
+    description: str = ""
+
+    @classmethod
+    def of(cls, task: Task) -> TaskCard:
+        """The card of a task."""
+        return cls(
+            task.name,
+            tuple(task.label_names),
+            dict(task.label_words or {}),
+            task.metric,
+            task.is_pair,
+            task.description,
+        )
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """[shared prefix; scale * (queue, prompt)] exactly as trained, with the head or label words."""
+
+    card: TaskCard
+    rows: Tensor
+    """[s + q + l, d]."""
+    head: Head | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Scores, split sizes and cost, for people."""
+
+    def answerer(self, backbone: Backbone) -> Answerer:
+        """This task, ready for `scoring.score` on that backbone."""
+        words = [self.card.label_words[name] for name in self.card.label_names]
+        head = self.head and Head(
+            self.head.weight.to(backbone.device), self.head.bias.to(backbone.device)
+        )
+        return Answerer(self.rows.to(backbone.device), backbone.answers(words), head)
+
+
+def predict_log_probs(backbone: Backbone, snapshot: Snapshot, texts: Sequence[Text]) -> Tensor:
+    """Log-probabilities [texts, labels] of one task; the same bytes whenever it is asked."""
+    answerer = snapshot.answerer(backbone)
+    tokens = backbone.tokenize(texts, len(snapshot.rows), answerer.answers.longest)
+    found = score(backbone, [Query(answerer, each) for each in tokens])
+    return torch.stack(found) if found else torch.zeros(0, len(snapshot.card.label_names))

@@ -1,0 +1,149 @@
+"""Tasks from files and from `datasets`: CSV, TSV, JSONL, Parquet."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from qtuning.errors import TaskError, unknown
+from qtuning.tasks import Task
+
+ENDINGS = (".csv", ".tsv", ".jsonl", ".parquet")
+
+
+def read_task(
+    path: str | PathLike[str],
+    name: str | None = None,
+    *,
+    text: str = "text",
+    text_b: str | None = None,
+    label: str = "label",
+    split: str | None = None,
+    **task_fields: Any,
+) -> Task:
+    """One task from a table with a text column and a label column.
+
+    Args:
+        path: The file; its ending chooses the reader.
+        name: Name of the task; the file's stem by default.
+        text: Column of the text.
+        text_b: Column of the second text, for pairs; `text_b` is taken if there is one.
+        label: Column of the label.
+        split: Column that says train, validation or test; `split` is taken if there is one.
+        **task_fields: Other fields of `Task`, such as `label_names` or `label_words`.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise TaskError(f"there is no file {str(path)!r}.")
+    records = _read_records(file)
+    if not records:
+        raise TaskError(f"{file.name} has no rows.")
+    return _task_from_records(
+        records, name or file.stem, text, text_b, label, split, file.name, task_fields
+    )
+
+
+def task_from_dataset(
+    dataset: Any,
+    name: str,
+    *,
+    text: str = "text",
+    text_b: str | None = None,
+    label: str = "label",
+    **task_fields: Any,
+) -> Task:
+    """One task from a `datasets.Dataset`, or from a mapping of split names to such."""
+    parts = dataset if isinstance(dataset, Mapping) else {"": dataset}
+    records: list[dict[str, Any]] = []
+    for part, rows in parts.items():
+        records += [{**row, **({"split": part} if part else {})} for row in rows]
+        feature = getattr(rows, "features", {}).get(label)
+        if feature is not None and hasattr(feature, "names"):  # ClassLabel: ids with names
+            task_fields.setdefault("label_names", list(feature.names))
+    if not records:
+        raise TaskError(f"the dataset given for task {name!r} has no rows.")
+    return _task_from_records(records, name, text, text_b, label, None, "the dataset", task_fields)
+
+
+def _task_from_records(
+    records: Sequence[Mapping[str, Any]],
+    name: str,
+    text: str,
+    text_b: str | None,
+    label: str,
+    split: str | None,
+    source: str,
+    task_fields: dict[str, Any],
+) -> Task:
+    columns = list(records[0])
+    for wanted in (text, label, *filter(None, (text_b, split))):
+        if wanted not in columns:
+            raise TaskError(f"{source}: {unknown('column', wanted, columns)}")
+    text_b = text_b or ("text_b" if "text_b" in columns else None)
+    split = split or ("split" if "split" in columns else None)
+    return Task(
+        name,
+        [(row.get(text), row.get(text_b)) if text_b else row.get(text) for row in records],  # type: ignore[misc]  # Task checks
+        [row.get(label) for row in records],
+        splits=[row.get(split) for row in records] if split else None,  # type: ignore[misc]  # Task checks
+        **task_fields,
+    )
+
+
+def _read_records(file: Path) -> list[dict[str, Any]]:
+    ending = file.suffix.lower()
+    if ending not in ENDINGS:
+        raise TaskError(f"{file.name}: cannot read {ending or 'a file without ending'!r}; "
+                        f"use {', '.join(ENDINGS)}.")  # fmt: skip
+    if ending == ".parquet":
+        return _read_parquet(file)
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            if ending == ".jsonl":
+                return _read_json_lines(file, stream)
+            rows = list(csv.DictReader(stream, delimiter="\t" if ending == ".tsv" else ","))
+    except UnicodeDecodeError as error:
+        raise TaskError(
+            f"{file.name} is not UTF-8 (byte {error.start}); save it as UTF-8."
+        ) from None
+    except csv.Error as error:
+        raise TaskError(f"{file.name} is not a readable table: {error}.") from None
+    for number, row in enumerate(rows, start=2):
+        if None in row:
+            raise TaskError(
+                f"{file.name}, line {number}: more fields than columns; quote texts that contain the separator."
+            )
+    return rows
+
+
+def _read_json_lines(file: Path, stream: Any) -> list[dict[str, Any]]:
+    rows = []
+    for number, line in enumerate(stream, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"{file.name}, line {number}: not JSON ({error.msg}).") from None
+        if not isinstance(row, dict):
+            raise TaskError(f"{file.name}, line {number}: each line must be a JSON object.")
+        rows.append(row)
+    return rows
+
+
+def _read_parquet(file: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise TaskError(
+            "reading Parquet needs pyarrow: pip install 'qtuning[bench]', or save the table as CSV."
+        ) from None
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
+    except (OSError, ValueError) as error:
+        raise TaskError(f"{file.name} is not a readable Parquet file: {error}") from None
+    return rows

@@ -1,0 +1,312 @@
+"""A task: labelled texts with names for the labels; and its few-shot split."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from qtuning.errors import TaskError
+from qtuning.seeding import numpy_generator
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Text = str | tuple[str, str]
+"""One text, or a pair of texts (premise and hypothesis, two questions)."""
+
+SPLIT_NAMES = ("train", "validation", "test")
+MAX_CLASSES = 1000
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def check_task_name(name: str) -> str:
+    """The name, if it can also be the name of a folder on every system."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name.endswith("."):
+        raise TaskError(
+            f"a task name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit; "
+            f"got {name!r}. Rename the task."
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts with their label ids: one part of a split."""
+
+    texts: tuple[Text, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Train, validation and test rows of one task, and what had to be done to get them."""
+
+    train: Rows
+    validation: Rows
+    test: Rows
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Rows in each part."""
+        return {name: len(getattr(self, name)) for name in SPLIT_NAMES}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Labelled texts. `Task("tone", texts, labels)` is enough; the rest has defaults.
+
+    Attributes:
+        name: Also the name of its folder in a collection.
+        texts: Strings, or pairs of strings.
+        labels: One label per text: a name, or an id if `label_names` is given.
+        label_names: All labels, in order; by default those that occur, sorted.
+        label_words: What a generative model should answer for each label (verbaliser); by default
+            the label name with spaces for underscores.
+        metric: Name of the score, `accuracy` or `macro-f1`.
+        splits: For each text `train`, `validation` or `test`, where the division is given.
+        description: One line for people.
+    """
+
+    name: str
+    texts: Sequence[Text]
+    labels: Sequence[Any]
+    label_names: Sequence[str] = ()
+    label_words: Mapping[str, str] | None = None
+    metric: str = "accuracy"
+    splits: Sequence[str] | None = None
+    description: str = ""
+    label_ids: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_task_name(self.name)
+        if self.metric not in METRICS:
+            raise TaskError(
+                f"task {self.name!r}: metric must be one of {', '.join(METRICS)}; got {self.metric!r}."
+            )
+        if len(self.texts) != len(self.labels):
+            raise TaskError(
+                f"task {self.name!r}: {len(self.texts)} texts but {len(self.labels)} labels; give one label per text."
+            )
+        if self.splits is not None and len(self.splits) != len(self.texts):
+            raise TaskError(
+                f"task {self.name!r}: {len(self.texts)} texts but {len(self.splits)} entries in splits."
+            )
+        if not self.texts:
+            raise TaskError(f"task {self.name!r} has no rows; give at least two per class.")
+        self._set(
+            "texts", tuple(_clean_text(self.name, i, text) for i, text in enumerate(self.texts))
+        )
+        kinds = {isinstance(text, tuple) for text in self.texts}
+        if len(kinds) > 1:
+            raise TaskError(f"task {self.name!r} mixes single texts and pairs; use one kind.")
+        names = tuple(str(name) for name in self.label_names)
+        labels = [_clean_label(self.name, i, label, names) for i, label in enumerate(self.labels)]
+        self._set("labels", tuple(labels))
+        self._set("label_names", names or tuple(sorted(set(labels))))
+        _check_labels(self.name, labels, self.label_names)
+        index = {name: i for i, name in enumerate(self.label_names)}
+        self._set("label_ids", tuple(index[label] for label in labels))
+        self._set("label_words", _clean_words(self.name, self.label_names, self.label_words))
+        if self.splits is not None:
+            self._set(
+                "splits", tuple(_clean_split(self.name, i, s) for i, s in enumerate(self.splits))
+            )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(
+            self, name, value
+        )  # the dataclass is frozen; only __post_init__ does this
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether each row is a pair of texts."""
+        return isinstance(self.texts[0], tuple)
+
+    @classmethod
+    def from_file(cls, path: str | PathLike[str], name: str | None = None, **columns: Any) -> Task:
+        """From a CSV, TSV, JSONL or Parquet file; `columns` as in `task_files.read_task`."""
+        from qtuning.task_files import read_task
+
+        return read_task(path, name=name, **columns)
+
+    from_csv = from_file  # the reader goes by the ending; the name people look for
+
+    @classmethod
+    def from_dataset(cls, dataset: Dataset, name: str, **columns: Any) -> Task:
+        """From a `datasets.Dataset` or a `DatasetDict` with train, validation and test."""
+        from qtuning.task_files import task_from_dataset
+
+        return task_from_dataset(dataset, name, **columns)
+
+    def split(self, shots: int = 16, seed: int = 0, validation_limit: int = 500) -> Split:
+        """A deterministic, stratified few-shot split: the same for the same seed, on any machine.
+
+        Args:
+            shots: Training rows per class; 0 takes all.
+            seed: Chooses the rows.
+            validation_limit: Validation rows per class at most.
+
+        Where the task's rows are marked train, validation and test, each part comes from its own rows.
+        Otherwise rows left over after training are shared between validation (up to the limit) and
+        test. A class that is too short for that is shared out 3:1:1, and the notes say so.
+        """
+        parts: dict[str, list[int]] = {name: [] for name in SPLIT_NAMES}
+        notes: list[str] = []
+        for label, label_name in enumerate(self.label_names):
+            pools: dict[str, list[int]] = {name: [] for name in SPLIT_NAMES}
+            for i, row_label in enumerate(self.label_ids):
+                if row_label == label:
+                    pools[self.splits[i] if self.splits else "train"].append(i)
+            generator = numpy_generator("split", seed, self.name, label_name)
+            pools = {
+                k: [pool[j] for j in generator.permutation(len(pool))] for k, pool in pools.items()
+            }
+            taken = _share_out(pools, shots, validation_limit)
+            for part, rows in taken.items():
+                parts[part] += rows
+            if shots and len(taken["train"]) < shots:
+                notes.append(
+                    f"class {label_name!r} has {len(pools['train'])} rows to train from: "
+                    f"{len(taken['train'])} taken, not {shots}"
+                )
+        if self.splits is None:
+            notes.append("no test rows were given: those left over after training were shared between "
+                         "validation and test")  # fmt: skip
+        train, validation, test = (self._rows(sorted(parts[name])) for name in SPLIT_NAMES)
+        return Split(train, validation, test, tuple(notes))
+
+    def _rows(self, indices: list[int]) -> Rows:
+        return Rows(
+            tuple(self.texts[i] for i in indices), tuple(self.label_ids[i] for i in indices)
+        )
+
+
+METRICS = ("accuracy", "macro-f1")
+
+
+def _share_out(
+    pools: dict[str, list[int]], shots: int, validation_limit: int
+) -> dict[str, list[int]]:
+    """Rows of one class for each part."""
+    train, validation, test = (pools[name] for name in SPLIT_NAMES)
+    if not validation and not test:
+        held_out = max(len(train) - shots, 0) if shots else 0
+        if held_out < 2:  # too short to fill the shots and still judge the result
+            held_out = 2 * (len(train) // 5) if len(train) >= 5 else max(len(train) - 2, 0)
+        rest, train = train[len(train) - held_out :], train[: len(train) - held_out]
+        size = min(validation_limit, math.ceil(len(rest) / 2))
+        validation, test = rest[:size], rest[size:]
+    elif not validation:
+        spare = train[shots:] if shots else train[: len(train) // 5]
+        train = train[:shots] if shots else train[len(spare) :]
+        validation = spare
+    return {
+        "train": train[:shots] if shots else train,
+        "validation": validation[:validation_limit],
+        "test": test,
+    }
+
+
+def _clean_text(task: str, row: int, text: Any) -> Text:
+    if isinstance(text, list | tuple):
+        if len(text) != 2:
+            raise TaskError(
+                f"task {task!r}, row {row}: a text is a string or a pair of strings, got {len(text)} parts."
+            )
+        return _clean_one(task, row, text[0]), _clean_one(task, row, text[1])
+    return _clean_one(task, row, text)
+
+
+def _clean_one(task: str, row: int, text: Any) -> str:
+    if not isinstance(text, str):
+        raise TaskError(
+            f"task {task!r}, row {row}: the text must be a string, got {type(text).__name__} {text!r}."
+        )
+    if not text.strip():
+        raise TaskError(f"task {task!r}, row {row}: the text is empty; remove the row or fill it.")
+    return text
+
+
+def _clean_label(task: str, row: int, label: Any, names: tuple[str, ...]) -> str:
+    if isinstance(label, list | tuple | set | dict):
+        raise TaskError(
+            f"task {task!r}, row {row}: got several labels {label!r}. Multi-label data is out of scope: "
+            f"one label per text. Make one yes/no task per label instead."
+        )
+    if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
+        raise TaskError(f"task {task!r}, row {row}: the label is missing; fill it or drop the row.")
+    if isinstance(label, float) and not label.is_integer():
+        raise TaskError(
+            f"task {task!r}, row {row}: the label {label!r} is a fraction; labels are classes, not quantities."
+        )
+    if hasattr(label, "item"):  # numpy scalar
+        label = label.item()
+    if isinstance(label, int | float) and not isinstance(label, bool) and names:
+        if str(int(label)) in names:
+            return str(int(label))
+        if not 0 <= int(label) < len(names):
+            raise TaskError(
+                f"task {task!r}, row {row}: label id {int(label)} has no name; {len(names)} names were given."
+            )
+        return names[int(label)]
+    text = str(int(label)) if isinstance(label, float) else str(label).strip()
+    if names and text not in names:
+        raise TaskError(
+            f"task {task!r}, row {row}: unknown label {text!r}; the labels are {', '.join(names)}."
+        )
+    return text
+
+
+def _check_labels(task: str, labels: Sequence[str], names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise TaskError(f"task {task!r}: a label name is given twice in {list(names)}.")
+    missing = [name for name in names if name not in set(labels)]
+    if missing:
+        raise TaskError(
+            f"task {task!r}: no row has the label {missing[0]!r}; add some or remove it."
+        )
+    if len(names) < 2:
+        raise TaskError(
+            f"task {task!r} has only the class {names[0]!r}; a task needs at least two classes."
+        )
+    if len(names) > MAX_CLASSES or (len(names) > 20 and len(names) > 0.5 * len(labels)):
+        raise TaskError(
+            f"task {task!r}: {len(names)} different labels in {len(labels)} rows; is the label column the right one?"
+        )
+
+
+def _clean_words(
+    task: str, names: Sequence[str], words: Mapping[str, str] | None
+) -> dict[str, str]:
+    given = dict(words or {})
+    for label in given:
+        if label not in names:
+            raise TaskError(
+                f"task {task!r}: label_words names {label!r}, which is no label; the labels are {', '.join(names)}."
+            )
+    found = {name: str(given.get(name, name.replace("_", " "))).strip() for name in names}
+    for name, word in found.items():
+        if not word:
+            raise TaskError(f"task {task!r}: the label words of {name!r} are empty.")
+    if len(set(found.values())) != len(found):
+        raise TaskError(f"task {task!r}: two labels share the same label words: {found}.")
+    return found
+
+
+def _clean_split(task: str, row: int, split: Any) -> str:
+    name = {"val": "validation", "valid": "validation", "dev": "validation"}.get(
+        str(split), str(split)
+    )
+    if name not in SPLIT_NAMES:
+        raise TaskError(
+            f"task {task!r}, row {row}: split must be train, validation or test, got {split!r}."
+        )
+    return name

@@ -1,0 +1,323 @@
+"""QTuner: one frozen model that keeps learning tasks and answers all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+from os import PathLike
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from qtuning.backbones import Backbone, load_backbone
+from qtuning.collection import Collection, read_collection, write_collection
+from qtuning.config import make_settings, settings_dict
+from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
+from qtuning.evaluation import score_predictions
+from qtuning.lanes import Report
+from qtuning.methods import make_method
+from qtuning.predictor import Predictor
+from qtuning.progress import LearningBar
+from qtuning.snapshots import TaskCard
+from qtuning.tasks import Rows, Task, Text
+
+
+class QTuner:
+    """Learns tasks one after another on one frozen model; nothing learnt earlier ever changes.
+
+    Args:
+        model: Short name, hub id or local folder; or a `Backbone` you already have.
+        method: A registered method; see `qtuning ls methods`.
+        seed: Of everything random.
+        dtype: `fp32` or `bf16`.
+        device: `cpu`, `cuda`, …
+        readout: What an encoder's head reads, `mean` or `cls`.
+        max_length: Positions of prompt, text and answer together.
+        **settings: Any field of `MethodSettings` or `TrainSettings`, e.g. `queue_size=5`.
+
+    Example:
+        >>> tuner = QTuner("minilm", queue_size=4)  # doctest: +SKIP
+        >>> tuner.learn(Task.from_csv("refunds.csv"))  # doctest: +SKIP
+        >>> tuner.predict("Where is my money?", task="refunds")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | Backbone = "minilm",
+        *,
+        method: str = "q-tuning",
+        seed: int = 0,
+        dtype: str = "fp32",
+        device: str | None = None,
+        readout: str = "mean",
+        max_length: int | None = None,
+        **settings: Any,
+    ):
+        make_settings(**settings)  # refuse a wrong setting before the model is loaded
+        self.backbone = (
+            model
+            if isinstance(model, Backbone)
+            else load_backbone(
+                model, dtype=dtype, device=device, readout=readout, max_length=max_length
+            )
+        )
+        self.seed, self.method_name = seed, method
+        self.method_settings, self.train_settings = make_settings(self.backbone.family, **settings)
+        self._method: Any = make_method(
+            method, self.backbone, self.method_settings, self.train_settings
+        )
+        self.state: Any = self._method.start(seed)
+        self._versions: dict[str, int] = {}
+        self._home: tuple[Path, str] | None = None
+        self._refresh()
+
+    @property
+    def tasks(self) -> dict[str, TaskCard]:
+        """The tasks it knows, in the order in which it learnt them."""
+        return {name: snapshot.card for name, snapshot in self.state.snapshots.items()}
+
+    # ── learning ─────────────────────────────────────────────────────────────────────────────
+
+    def learn(
+        self,
+        task: Task,
+        *,
+        replace: bool = False,
+        progress: bool = True,
+        report: Report | None = None,
+    ) -> dict[str, Any]:
+        """Learn one more task; returns its scores, split and cost.
+
+        Args:
+            task: The labelled texts.
+            replace: Learn a new version of a task it already knows; the old one answers until the
+                new one is finished. What queue and shared prefix took from the old one stays in them.
+            progress: Show a progress bar on a terminal.
+            report: Called after every epoch, beside the bar.
+        """
+        if task.name in self.state.snapshots and not replace:
+            raise TaskError(
+                f"a task named {task.name!r} is already in the collection; rename it, or replace it "
+                f"(replace=True, --replace)."
+            )
+        train = self.train_settings
+        split = task.split(train.shots, self.seed, train.validation_limit)
+        began = time.perf_counter()
+        with LearningBar(quiet=not progress) as bar:
+
+            def both(now: Any) -> None:
+                bar(now)
+                if report:
+                    report(now)
+
+            learnt = self._method.learn(self.state, task, split, both)
+        seconds = time.perf_counter() - began
+        snapshots = dict(learnt.snapshots)
+        new = snapshots.pop(task.name)
+        predictor = Predictor(self.backbone, {task.name: new})
+        test = _score_rows(predictor, new.card, split.test) if len(split.test) else None
+        facts = {
+            **new.facts,
+            "test_score": test,
+            "seconds": round(seconds, 3),
+            "notes": list(split.notes),
+        }
+        snapshots[task.name] = replaced(new, facts=facts)
+        self.state = replaced(learnt, snapshots=snapshots)
+        self._versions[task.name] = self._versions.get(task.name, 0) + 1
+        self._refresh()
+        hidden = ("scale_u",)
+        return {"task": task.name, "version": self._versions[task.name],
+                **{key: value for key, value in facts.items() if key not in hidden}}  # fmt: skip
+
+    def remove(self, name: str) -> None:
+        """Forget a task's snapshot. What queue and shared prefix took from it stays in them."""
+        if name not in self.state.snapshots:
+            raise TaskError(unknown("task", name, self.state.snapshots))
+        left = {key: value for key, value in self.state.snapshots.items() if key != name}
+        self.state = replaced(self.state, snapshots=left)
+        self._refresh()
+
+    # ── answering ────────────────────────────────────────────────────────────────────────────
+
+    @overload
+    def predict(self, texts: str | tuple[str, str], task: str | None = None) -> str: ...
+    @overload
+    def predict(self, texts: list[Text], task: str | Sequence[str] | None = None) -> list[str]: ...
+    def predict(self, texts: Any, task: Any = None) -> str | list[str]:
+        """The label of a text, or of each text of a list; `task` may name one per text.
+
+        A pair of texts is a tuple. Texts of different tasks share the same passes and are answered
+        as they would be one by one.
+        """
+        probabilities = self.predict_proba(texts, task)
+        if isinstance(probabilities, dict):
+            return max(probabilities, key=probabilities.__getitem__)
+        return [max(each, key=each.__getitem__) for each in probabilities]
+
+    def predict_proba(
+        self, texts: Any, task: str | Sequence[str] | None = None
+    ) -> dict[str, float] | list[dict[str, float]]:
+        """Probabilities by label, for a text or for each text of a list."""
+        single = not isinstance(texts, list)
+        rows: list[Text] = [texts] if single else texts
+        names = self._task_per_text(rows, task)
+        found = [
+            dict(zip(self.tasks[name].label_names, log_probs.exp().tolist(), strict=True))
+            for name, log_probs in zip(names, self._predictor.log_probs(rows, names), strict=True)
+        ]
+        return found[0] if single else found
+
+    def score(
+        self,
+        task: Task,
+        *,
+        part: str = "test",
+        match: str = "label",
+        evaluate_with: str = "snapshot",
+    ) -> float:
+        """The task's metric on its own labelled rows.
+
+        Args:
+            task: Its test rows (or all rows, where no split is marked) are scored.
+            part: `test`, `validation` or `train`.
+            match: `label` chooses among the labels; `exact` asks whether greedy generation would
+                write the label words exactly (causal and seq2seq models).
+            evaluate_with: `current` answers with today's queue instead of the task's snapshot.
+        """
+        if task.name not in self.state.snapshots:
+            raise TaskError(unknown("task", task.name, self.state.snapshots))
+        card = self.tasks[task.name]
+        if tuple(task.label_names) != card.label_names:
+            raise TaskError(
+                f"task {task.name!r} was learnt with the labels {', '.join(card.label_names)}; "
+                f"these rows have {', '.join(task.label_names)}."
+            )
+        train = self.train_settings
+        split = task.split(train.shots, self.seed, train.validation_limit)
+        rows = getattr(split, part) if part in split.sizes else None
+        if rows is None:
+            raise ConfigError(unknown("part", part, split.sizes))
+        predictor = self._predictor
+        if evaluate_with == "current":
+            snapshot = replaced(self.state.snapshots[task.name], rows=self.state.current_layout())
+            predictor = Predictor(self.backbone, {task.name: snapshot})
+        elif evaluate_with != "snapshot":
+            raise ConfigError(unknown("evaluation mode", evaluate_with, ("snapshot", "current")))
+        if match == "exact":
+            hits = predictor.exact_matches(rows.texts, [task.name] * len(rows), rows.labels)
+            return sum(hits) / len(hits)
+        if match != "label":
+            raise ConfigError(unknown("match", match, ("label", "exact")))
+        return _score_rows(predictor, card, rows)
+
+    def _task_per_text(self, rows: list[Text], task: str | Sequence[str] | None) -> list[str]:
+        if task is None:
+            if len(self.tasks) != 1:
+                raise TaskError(
+                    f"say which task: task=… is one of {', '.join(self.tasks) or 'none yet'}."
+                )
+            task = next(iter(self.tasks))
+        names = [task] * len(rows) if isinstance(task, str) else list(task)
+        if len(names) != len(rows):
+            raise TaskError(f"{len(rows)} texts but {len(names)} task names; give one per text.")
+        return names
+
+    def _refresh(self) -> None:
+        self._predictor = Predictor(self.backbone, self.state.snapshots)
+
+    # ── keeping ──────────────────────────────────────────────────────────────────────────────
+
+    def save_pretrained(self, folder: str | PathLike[str], *, overwrite: bool = False) -> None:
+        """Save the collection; a kill at any moment leaves the old collection or the new one."""
+        path = Path(folder)
+        came_from = self._home[1] if self._home and self._home[0] == path.resolve() else None
+        tensors, facts = self._method.pack(self.state)
+        backbone = self.backbone
+        collection = Collection(
+            backbone={
+                "name": backbone.name,
+                "family": backbone.family,
+                "fingerprint": backbone.fingerprint(),
+                "dtype": str(backbone.dtype).removeprefix("torch."),
+                "readout": backbone.readout,
+                "max_length": backbone.max_length,
+            },
+            method=self.method_name,
+            settings=settings_dict(self.method_settings, self.train_settings),
+            seed=self.seed,
+            tensors=tensors,
+            facts=facts,
+            snapshots=self.state.snapshots,
+            versions={name: self._versions.get(name, 1) for name in self.state.snapshots},
+        )
+        sha = write_collection(path, collection, "" if overwrite else came_from)
+        self._home = (path.resolve(), sha)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | PathLike[str],
+        *,
+        model: str | Backbone | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+    ) -> QTuner:
+        """Open a collection from a folder, or from a hub repository of that name.
+
+        Args:
+            folder: Where it is.
+            model: Where the backbone is, if not under the name it was saved with; it must be the
+                same model.
+            dtype: As saved by default.
+            device: A GPU if there is one by default.
+        """
+        path = Path(folder)
+        if not path.exists() and "/" in str(folder):
+            path = _from_hub(str(folder))
+        saved, sha = read_collection(path)
+        about = saved.backbone
+        backbone = (
+            model
+            if isinstance(model, Backbone)
+            else load_backbone(
+                model or about["name"],
+                dtype=dtype or about["dtype"],
+                device=device,
+                readout=about["readout"],
+                max_length=about["max_length"],
+            )
+        )
+        if backbone.fingerprint() != about["fingerprint"]:
+            raise CollectionError(
+                f"{path} was made for {about['name']!r} (fingerprint {about['fingerprint'][:12]}…), and "
+                f"{backbone.name!r} has other weights ({backbone.fingerprint()[:12]}…). Load the model it was made for."
+            )
+        tuner = cls(backbone, method=saved.method, seed=saved.seed, **saved.settings)
+        tuner.state = tuner._method.unpack(saved.tensors, saved.facts, saved.snapshots)
+        tuner._versions = dict(saved.versions)
+        tuner._home = (path.resolve(), sha)
+        tuner._refresh()
+        return tuner
+
+
+def _score_rows(predictor: Predictor, card: TaskCard, rows: Rows) -> float:
+    found: list[Tensor] = predictor.log_probs(rows.texts, [card.name] * len(rows))
+    predicted = torch.stack(found).argmax(dim=-1).tolist() if found else []
+    return score_predictions(card.metric, rows.labels, predicted)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(name))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CollectionError(
+            f"there is no folder {name!r}, and the hub did not have it: {first}"
+        ) from None
