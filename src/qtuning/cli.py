@@ -109,7 +109,6 @@ def learn(
     """Teach a collection one more task; the collection is made if it is not there yet.
 
     Examples:
-
     `qtuning learn support refunds.csv --model minilm --set queue_size=5`
 
     `qtuning learn support tone.jsonl --text message --label verdict`
@@ -164,7 +163,6 @@ def predict(
     """Label texts with a task of a collection.
 
     Examples:
-
     `qtuning predict support "Where is my money?" --task refunds`
 
     `qtuning predict support --file inbox.txt --task tone --json`
@@ -328,8 +326,8 @@ def _show_collection(folder: Path, as_json: bool) -> None:
     console.print(table)
 
 
-def _parse_settings(pairs: list[str]) -> dict[str, str]:
-    found = {}
+def _parse_settings(pairs: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:

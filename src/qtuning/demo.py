@@ -13,9 +13,16 @@ from rich.table import Table
 from rich.text import Text as Styled
 
 from qtuning.backbones import weights_sha256
-from qtuning.evaluation import average_score, backward_transfer, majority_share
+from qtuning.evaluation import (
+    average_score,
+    backward_transfer,
+    majority_share,
+    score_predictions,
+)
 from qtuning.methods import make_method
 from qtuning.progress import LearningBar
+from qtuning.seeding import numpy_generator
+from qtuning.snapshots import predict_log_probs
 from qtuning.stream_loop import StreamResult, run_stream
 from qtuning.streams import get_stream, load_task
 from qtuning.tasks import Task
@@ -25,19 +32,10 @@ SETTINGS: dict[str, Any] = {
     "prompt_length": 5,
     "shared_length": 5,
     "queue_size": 4,
-    "epochs": 12,
+    "epochs": 10,
     "validate_every": 2,
 }
 """Small, so that eight tasks fit a coffee break on two cores and the queue overflows four times."""
-
-TRY = (
-    ("The noodles were cold, but the waiter could not have been kinder.", "sentiment-restaurants"),
-    ("I transferred the money on Monday and it still has not shown up.", "intent-bank"),
-    ("You have been selected! Confirm your card number to release the parcel.", "spam"),
-    ("The server room is filling with smoke and nobody picks up.", "urgency"),
-    ("Could you close my contract at the end of the month?", "intent-telecom"),
-    ("Oh brilliant, another meeting without an agenda. Well done.", "tone"),
-)
 
 
 def run_demo(
@@ -58,7 +56,7 @@ def run_demo(
     tuner._refresh()
     console.print(_matrix_table(result))
     _show_summary(tuner, tasks, result, before, console)
-    _show_predictions(tuner, console)
+    _show_predictions(tuner, tasks, result, console)
     tuner.save_pretrained(output, overwrite=True)
     console.print(
         f"\nThe collection (prompts of all tasks, not the model) is in [bold]{output}[/bold]. "
@@ -73,7 +71,7 @@ def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
     queue_size = tuner.method_settings.queue_size
 
     def after_task(task: Task, state: Any, score: float) -> None:
-        evicted = " · queue was full: trimmed by PCA" if state.learnt > queue_size else ""
+        evicted = " · trimmed by PCA" if state.learnt > queue_size else ""
         rows = len(state.snapshots[task.name].rows)
         console.print(
             f"  [green]✓[/green] {task.name:<22} test {score:6.1%}   {rows} prompt vectors[dim]{evicted}[/dim]"
@@ -94,19 +92,17 @@ def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
 def _matrix_table(result: StreamResult) -> Table:
     """Scores after each task: read a column downwards to see whether a task was forgotten."""
     table = Table(
-        title="\nScore on each task (column) after learning one more (row), in %",
+        title="\nScore on task 1, 2, … (column) after learning one more task (row), in %",
         title_justify="left",
+        caption="bold: all test rows; others: the same 64 rows each time",
     )
-    table.add_column("after")
-    for name in result.tasks:
-        table.add_column("\n".join(name.split("-")), justify="right", vertical="bottom")
+    table.add_column("after task")
+    for number in range(1, len(result.tasks) + 1):
+        table.add_column(str(number), justify="right")
     for i, name in enumerate(result.tasks, start=1):
         last = i == len(result.tasks)
-        table.add_row(
-            name,
-            *(_cell(value, bold=last or j == i - 1) for j, value in enumerate(result.matrix[i])),
-        )
-    table.caption = "bold: all test rows; others: the same 64 rows each time"
+        cells = [_cell(value, last or j == i - 1) for j, value in enumerate(result.matrix[i])]
+        table.add_row(f"{i} {name}", *cells)
     return table
 
 
@@ -124,17 +120,14 @@ def _show_summary(
     tuner: QTuner, tasks: list[Task], result: StreamResult, before: str, console: Console
 ) -> None:
     with console.status("a linear probe on the same texts …"):
-        probe = make_method(
-            "linear-probe", tuner.backbone, tuner.method_settings, tuner.train_settings
-        )
-        probed = run_stream(probe, tuner.backbone, tasks, tuner.train_settings, seed=tuner.seed)
+        probe = np.mean([_probe_score(tuner, task, result) for task in tasks])
     majority = np.mean([majority_share(result.splits[name].test.labels) for name in result.tasks])
     same = sum(result.unchanged.values())
     frozen = weights_sha256(tuner.backbone) == before
     evictions = max(0, len(tasks) - tuner.method_settings.queue_size)
     rows = [
         ("average test score, Q-tuning", f"{average_score(result.matrix):.1%}"),
-        ("  a linear probe on the same texts", f"{average_score(probed.matrix):.1%}"),
+        ("  a linear probe on the same texts", f"{probe:.1%}"),
         ("  always answering the commonest class", f"{majority:.1%}"),
         ("forgetting (backward transfer)", f"{backward_transfer(result.matrix) + 0.0:.1%}"),
         ("old tasks answered byte for byte as when learnt", f"{same} of {len(tasks)}"),
@@ -147,16 +140,35 @@ def _show_summary(
     console.print(table)
 
 
-def _show_predictions(tuner: QTuner, console: Console) -> None:
-    texts, names = [text for text, _ in TRY], [name for _, name in TRY]
-    probabilities = tuner.predict_proba(list(texts), names)
-    assert isinstance(probabilities, list)
+def _probe_score(tuner: QTuner, task: Task, result: StreamResult) -> float:
+    probe = make_method("linear-probe", tuner.backbone, tuner.method_settings, tuner.train_settings)
+    split = result.splits[task.name]
+    snapshot = probe.learn(probe.start(tuner.seed), task, split).snapshots[task.name]
+    found = predict_log_probs(tuner.backbone, snapshot, split.test.texts).argmax(dim=-1)
+    return score_predictions(task.metric, split.test.labels, found.tolist())
+
+
+def _show_predictions(
+    tuner: QTuner, tasks: list[Task], result: StreamResult, console: Console
+) -> None:
+    """One test text of each task, drawn at random: right or wrong, a person can judge."""
+    texts, golds = [], []
+    for task in tasks:
+        rows = result.splits[task.name].test
+        drawn = int(numpy_generator("demo-text", tuner.seed, task.name).integers(len(rows)))
+        texts.append(rows.texts[drawn])
+        golds.append(task.label_names[rows.labels[drawn]])
+    found = tuner.predict_proba(texts, [task.name for task in tasks])
+    assert isinstance(found, list)
     table = Table(
-        title="\nA few texts it has never seen, all tasks in one batch", title_justify="left"
+        title="\nOne unseen text of each task, drawn at random, all in one batch",
+        title_justify="left",
     )
-    for heading in ("text", "task", "answer"):
+    for heading in ("text", "task", "answer", "truth"):
         table.add_column(heading)
-    for text, name, found in zip(texts, names, probabilities, strict=True):
-        label = max(found, key=found.__getitem__)
-        table.add_row(text, name, f"[bold]{label}[/bold] {found[label]:.0%}")
+    for text, task, probabilities, gold in zip(texts, tasks, found, golds, strict=True):
+        label = max(probabilities, key=probabilities.__getitem__)
+        colour = "green" if label == gold else "red"
+        answer = f"[{colour}]{label}[/{colour}] {probabilities[label]:.0%}"
+        table.add_row(str(text), task.name, answer, gold)
     console.print(table)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qtuning import __version__
-from qtuning.backbones.sources import SOURCES, packaged_file, cache_folder
+from qtuning.backbones.sources import SOURCES, cache_folder, packaged_file
 
 PACKAGES = ("transformers", "safetensors", "huggingface-hub", "numpy", "peft", "datasets", "ray")
 

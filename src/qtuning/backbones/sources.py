@@ -60,6 +60,7 @@ def cache_folder() -> Path:
 
 
 def packaged_file(source: Source) -> Path | None:
+    """The file of a source, if its package is installed; its code is not run."""
     spec = find_spec(source.package)
     if spec is None or not spec.submodule_search_locations:
         return None
