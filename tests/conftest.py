@@ -193,7 +193,9 @@ def make_task(
         own = WORDS[5 * label : 5 * label + 5]
         drawn = [own[int(torch.randint(5, (1,), generator=generator))] for _ in range(2)]
         length = int(torch.randint(2, 9, (1,), generator=generator))
-        noise = [WORDS[20 + int(torch.randint(12, (1,), generator=generator))] for _ in range(length)]
+        noise = [
+            WORDS[20 + int(torch.randint(12, (1,), generator=generator))] for _ in range(length)
+        ]
         texts.append(" ".join([*noise, *drawn, string.ascii_lowercase[i % 26]]))
         gold.append(labels[label])
     return Task(name, texts, gold)

@@ -45,17 +45,25 @@ def main() -> None:
         sys.exit(130)
 
 
-@app.callback()
-def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    """Options of every command."""
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         from qtuning import __version__
 
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Options of every command."""
 
 
 @app.command()

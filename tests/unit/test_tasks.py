@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from qtuning.errors import TaskError
+from qtuning.tasks import Task
+
+TEXTS = [f"text {i}" for i in range(60)]
+LABELS = ["a", "b", "c"] * 20
+
+
+def test_lists_are_enough() -> None:
+    task = Task("tone", TEXTS, LABELS)
+    assert task.label_names == ("a", "b", "c")
+    assert task.label_ids[:4] == (0, 1, 2, 0)
+    assert task.label_words == {"a": "a", "b": "b", "c": "c"}
+    assert not task.is_pair
+
+
+def test_ids_with_names_and_label_words() -> None:
+    task = Task("t", ["x", "y"], [1, 0], label_names=["not_ok", "ok"], label_words={"ok": "yes"})
+    assert task.labels == ("ok", "not_ok")
+    assert task.label_words == {"not_ok": "not ok", "ok": "yes"}
+
+
+@pytest.mark.parametrize("shots", [1, 4, 8])
+def test_split_is_stratified_disjoint_and_repeatable(shots: int) -> None:
+    task = Task("tone", TEXTS, LABELS)
+    split = task.split(shots, seed=3)
+    assert Counter(split.train.labels) == {0: shots, 1: shots, 2: shots}
+    parts = [set(part.texts) for part in (split.train, split.validation, split.test)]
+    assert sum(map(len, parts)) == len(set.union(*parts))
+    assert set.union(*parts) == set(TEXTS)
+    assert split == task.split(shots, seed=3)
+    assert split != task.split(shots, seed=4)
+
+
+def test_split_is_the_same_on_every_machine() -> None:
+    """Golden: a change here changes every published split."""
+    split = Task("tone", TEXTS, LABELS).split(2, seed=0)
+    assert split.train.texts == ("text 13", "text 18", "text 32", "text 47", "text 49", "text 54")
+
+
+def test_validation_limit() -> None:
+    split = Task("tone", TEXTS, LABELS).split(4, validation_limit=3)
+    assert Counter(split.validation.labels) == {0: 3, 1: 3, 2: 3}
+    assert split.sizes == {"train": 12, "validation": 9, "test": 39}
+
+
+def test_marked_rows_stay_in_their_part() -> None:
+    marks = ["train"] * 30 + ["validation"] * 12 + ["test"] * 18
+    task = Task("tone", TEXTS, LABELS, splits=marks)
+    split = task.split(4)
+    assert set(split.train.texts) < set(TEXTS[:30])
+    assert set(split.validation.texts) == set(TEXTS[30:42])
+    assert set(split.test.texts) == set(TEXTS[42:])
+    assert split.notes == ()
+
+
+def test_without_validation_rows_the_spare_training_rows_serve() -> None:
+    marks = ["train"] * 30 + ["test"] * 30
+    split = Task("tone", TEXTS, LABELS, splits=marks).split(4)
+    assert split.sizes == {"train": 12, "validation": 18, "test": 30}
+    assert not set(split.train.texts) & set(split.validation.texts)
+
+
+def test_a_short_class_is_shared_out_and_said() -> None:
+    task = Task("tone", TEXTS[:26], ["a"] * 20 + ["b"] * 6)
+    split = task.split(16)
+    counts = Counter(split.train.labels)
+    assert counts == {0: 16, 1: 4}
+    assert Counter(split.validation.labels)[1] == Counter(split.test.labels)[1] == 1
+    assert "class 'b' has 6 rows to train from: 4 taken, not 16" in split.notes
+    tiny = Task("tone", TEXTS[:4], ["a", "a", "b", "b"]).split(16)
+    assert tiny.sizes["train"] == 4
+
+
+def test_all_rows_with_zero_shots() -> None:
+    split = Task("tone", TEXTS, LABELS).split(0)
+    assert split.sizes == {"train": 36, "validation": 12, "test": 12}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_file_format_gives_the_same_task(tmp_path: Path) -> None:
+    rows = [{"text": "so, good", "label": "yes"}, {"text": "bad\tday", "label": "no"}] * 2
+    files = [
+        write(tmp_path / "t.csv", "text,label\n" + '"so, good",yes\nbad\tday,no\n' * 2),
+        write(tmp_path / "t.tsv", "text\tlabel\n" + 'so, good\tyes\n"bad\tday"\tno\n' * 2),
+        write(tmp_path / "t.jsonl", "\n".join(json.dumps(row) for row in rows) + "\n\n"),
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    tasks = [Task.from_csv(file) for file in [*files, tmp_path / "t.parquet"]]
+    tasks.append(Task.from_dataset(datasets.Dataset.from_list(rows), "t"))
+    assert all(task == tasks[0] for task in tasks)
+    assert tasks[0].name == "t"
+    assert tasks[0].texts[:2] == ("so, good", "bad\tday")
+
+
+def test_columns_pairs_and_splits(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "nli.csv",
+        "premise,claim,verdict,part\na b,c,yes,train\nd,e f,no,train\ng,h,yes,dev\ni,j,no,test\n",
+    )
+    task = Task.from_csv(file, "nli", text="premise", text_b="claim", label="verdict", split="part")
+    assert task.is_pair
+    assert task.texts[0] == ("a b", "c")
+    assert task.splits == ("train", "train", "validation", "test")
+
+
+def test_class_labels_and_splits_of_datasets() -> None:
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])}
+    )
+    part = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)
+    task = Task.from_dataset(datasets.DatasetDict({"train": part, "test": part}), "t")
+    assert task.label_names == ("neg", "pos")
+    assert task.splits == ("train", "train", "test", "test")
+
+
+def test_errors_name_the_row() -> None:
+    with pytest.raises(TaskError, match="row 1: the text is empty"):
+        Task("t", ["x", " "], ["a", "b"])
+    with pytest.raises(TaskError, match=r"row 0: got several labels .* out of scope"):
+        Task("t", ["x", "y"], [["a", "b"], ["a"]])
