@@ -52,8 +52,7 @@ def run_demo(
     tuner = QTuner(model, seed=seed, **SETTINGS)
     before = weights_sha256(tuner.backbone)
     result = _learn(tuner, tasks, console)
-    tuner.state = result.state
-    tuner._refresh()
+    tuner.adopt(result.state)
     console.print(_matrix_table(result))
     _show_summary(tuner, tasks, result, before, console)
     _show_predictions(tuner, tasks, result, console)
@@ -79,7 +78,7 @@ def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
 
     with LearningBar(len(tasks), console) as bar:
         return run_stream(
-            tuner._method,
+            tuner.method,
             tuner.backbone,
             tasks,
             tuner.train_settings,

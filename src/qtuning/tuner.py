@@ -66,13 +66,13 @@ class QTuner:
         )
         self.seed, self.method_name = seed, method
         self.method_settings, self.train_settings = make_settings(self.backbone.family, **settings)
-        self._method: Any = make_method(
+        self.method: Any = make_method(
             method, self.backbone, self.method_settings, self.train_settings
         )
-        self.state: Any = self._method.start(seed)
         self._versions: dict[str, int] = {}
         self._home: tuple[Path, str] | None = None
-        self._refresh()
+        self.state: Any = None
+        self.adopt(self.method.start(seed))
 
     @property
     def tasks(self) -> dict[str, TaskCard]:
@@ -113,7 +113,7 @@ class QTuner:
                 if report:
                     report(now)
 
-            learnt = self._method.learn(self.state, task, split, both)
+            learnt = self.method.learn(self.state, task, split, both)
         seconds = time.perf_counter() - began
         snapshots = dict(learnt.snapshots)
         new = snapshots.pop(task.name)
@@ -126,9 +126,8 @@ class QTuner:
             "notes": list(split.notes),
         }
         snapshots[task.name] = replaced(new, facts=facts)
-        self.state = replaced(learnt, snapshots=snapshots)
+        self.adopt(replaced(learnt, snapshots=snapshots))
         self._versions[task.name] = self._versions.get(task.name, 0) + 1
-        self._refresh()
         hidden = ("scale_u",)
         return {"task": task.name, "version": self._versions[task.name],
                 **{key: value for key, value in facts.items() if key not in hidden}}  # fmt: skip
@@ -138,8 +137,7 @@ class QTuner:
         if name not in self.state.snapshots:
             raise TaskError(unknown("task", name, self.state.snapshots))
         left = {key: value for key, value in self.state.snapshots.items() if key != name}
-        self.state = replaced(self.state, snapshots=left)
-        self._refresh()
+        self.adopt(replaced(self.state, snapshots=left))
 
     # ── answering ────────────────────────────────────────────────────────────────────────────
 
@@ -226,8 +224,10 @@ class QTuner:
             raise TaskError(f"{len(rows)} texts but {len(names)} task names; give one per text.")
         return names
 
-    def _refresh(self) -> None:
-        self._predictor = Predictor(self.backbone, self.state.snapshots)
+    def adopt(self, state: Any) -> None:
+        """Go on from a state of the same method on the same backbone, e.g. one that `run_stream` left."""
+        self.state = state
+        self._predictor = Predictor(self.backbone, state.snapshots)
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────
 
@@ -235,7 +235,7 @@ class QTuner:
         """Save the collection; a kill at any moment leaves the old collection or the new one."""
         path = Path(folder)
         came_from = self._home[1] if self._home and self._home[0] == path.resolve() else None
-        tensors, facts = self._method.pack(self.state)
+        tensors, facts = self.method.pack(self.state)
         backbone = self.backbone
         collection = Collection(
             backbone={
@@ -297,10 +297,9 @@ class QTuner:
                 f"{backbone.name!r} has other weights ({backbone.fingerprint()[:12]}…). Load the model it was made for."
             )
         tuner = cls(backbone, method=saved.method, seed=saved.seed, **saved.settings)
-        tuner.state = tuner._method.unpack(saved.tensors, saved.facts, saved.snapshots)
+        tuner.adopt(tuner.method.unpack(saved.tensors, saved.facts, saved.snapshots))
         tuner._versions = dict(saved.versions)
         tuner._home = (path.resolve(), sha)
-        tuner._refresh()
         return tuner
 
 

@@ -1,0 +1,119 @@
+"""Commands and snippets in the documents run as written; tables in them are current."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import qtuning
+from qtuning import cli, config, demo
+from tests.conftest import make_model, make_tokenizer
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SLOW = ("qtuning demo", "make ", "cd ", "git ", "pip ")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with the examples in it, as a user's clone has them."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_snippets_and_commands_run(page: Path, workplace: Path, monkeypatch, capsys) -> None:
+    for block in blocks(page, "bash"):
+        for line in block.splitlines():
+            command = line.split(" #")[0].strip()
+            if not command or command.startswith(SLOW):
+                continue
+            words = shlex.split(command)
+            assert words[0] == "qtuning", command
+            monkeypatch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            assert ended.value.code in (0, None), (command, capsys.readouterr().err)
+    shutil.rmtree(workplace / "support", ignore_errors=True)
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+def settings_table() -> str:
+    """One line per setting: name, default, the sentence under the field."""
+    lines = ["| setting | default | what |", "|---|---|---|"]
+    for cls in (config.MethodSettings, config.TrainSettings):
+        body = ast.parse(inspect.getsource(cls)).body[0].body
+        said = {
+            field.target.id: doc.value.value
+            for field, doc in itertools.pairwise(body)
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)
+        }
+        for field in fields(cls):
+            lines.append(f"| `{field.name}` | `{field.default}` | {said[field.name]} |")
+    return "\n".join(lines)
+
+
+def test_the_settings_table_is_current() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    found = page.split("<!-- settings -->\n")[1].split("\n<!-- /settings -->")[0]
+    assert found == settings_table()
+
+
+def test_public_names_are_documented() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    for name in set(qtuning.__all__) - {"__version__"}:
+        assert f"`{name}`" in reference, name
+
+
+def test_the_paper_index_names_code_that_exists() -> None:
+    source = ROOT / "src" / "qtuning"
+    text = (ROOT / "docs" / "paper-index.md").read_text(encoding="utf-8")
+    for module, name in re.findall(r"`((?:methods/)?\w+)\.((?!py)\w+)", text):
+        assert f" {name}(" in (source / f"{module}.py").read_text().replace(":", "("), (
+            module,
+            name,
+        )
+
+
+def test_the_demo_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make demo` shows, in seconds: matrix, zero forgetting, predictions, where it was saved."""
+    folder = tmp_path / "model"
+    make_model("bert").save_pretrained(folder)
+    make_tokenizer("bert").save_pretrained(folder)
+    tiny = {**demo.SETTINGS, "epochs": 1, "prompt_length": 2, "shared_length": 2}
+    monkeypatch.setattr(demo, "SETTINGS", tiny)
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+    demo.run_demo(tmp_path / "out", str(folder), console=console)
+    shown = " ".join(console.export_text().split())
+    assert "byte for byte as when learnt 8 of 8" in shown
+    assert "forgetting (backward transfer) 0.0%" in shown
+    assert "weights unchanged (sha256) yes" in shown
+    assert "times the full queue made room 4" in shown
+    assert "a linear probe on the same texts" in shown
+    assert "qtuning predict" in shown
+    assert (tmp_path / "out" / "manifest.json").exists()
+    assert len(qtuning.QTuner.from_pretrained(tmp_path / "out").tasks) == 8
