@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,11 +16,12 @@ from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
 
 app = typer.Typer(
     help="Continual few-shot learning on one frozen language model (Q-tuning, arXiv 2404.14607).",
-    no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# typer does not name this class and has moved it between versions
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 KINDS = ("methods", "models", "evictions", "streams", "tasks")
 
 Collection = Annotated[Path, typer.Argument(help="Folder of the collection.")]
@@ -30,19 +32,32 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there
 def main() -> None:
     """Entry point of the `qtuning` command."""
     debug = "--debug" in sys.argv
-    if debug:
-        sys.argv.remove("--debug")
+    words = [word for word in sys.argv[1:] if word != "--debug"] or ["--help"]
     try:
-        app()
+        sys.exit(app(words, prog_name="qtuning", standalone_mode=False) or 0)
+    except UsageError as error:
+        _fail(_usage(error, words))
     except (QTuningError, OSError) as error:
         if debug:
             raise
-        message = " ".join(str(error).split())
-        typer.echo(f"error: {message}", err=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
+        _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
         typer.echo("stopped", err=True)
         sys.exit(130)
+
+
+def _usage(error: Any, words: list[str]) -> str:
+    """Typer's own complaint in one line, with the value it does not name."""
+    message = error.format_message().strip().rstrip(".")
+    option = re.search(r"Invalid value for '(--[\w-]+)'", message)
+    if option and option[1] in words[:-1]:
+        message += f", got {words[words.index(option[1]) + 1]!r}"
+    return f"{message}. Try '{error.ctx.command_path if error.ctx else 'qtuning'} -h'."
+
+
+def _fail(message: str) -> NoReturn:
+    typer.echo("error: " + re.sub(r"\s*\n\s*", " ", message), err=True)
+    sys.exit(2)
 
 
 def _print_version(wanted: bool) -> None:
@@ -91,7 +106,9 @@ def learn(
     file: Annotated[
         Path, typer.Argument(help="CSV, TSV, JSONL or Parquet with a text and a label column.")
     ],
-    model: Annotated[str, typer.Option(help="Backbone of a new collection.")] = "minilm",
+    model: Annotated[
+        str | None, typer.Option(help="Backbone of a new collection; minilm by default.")
+    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the task; the file's by default.")
     ] = None,
@@ -101,9 +118,15 @@ def learn(
     split: Annotated[
         str | None, typer.Option(help="Column that says train, validation or test.")
     ] = None,
-    method: Annotated[str, typer.Option(help="Method of a new collection.")] = "q-tuning",
-    seed: Annotated[int, typer.Option(help="Seed of a new collection.")] = 0,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16, for a new collection.")] = "fp32",
+    method: Annotated[
+        str | None, typer.Option(help="Method of a new collection; q-tuning by default.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of a new collection; 0 by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32 (default) or bf16, for a new collection.")
+    ] = None,
     device: Device = None,
     replace: Annotated[
         bool, typer.Option(help="Learn a new version of a task of that name.")
@@ -121,20 +144,24 @@ def learn(
 
     `qtuning learn support tone.jsonl --text message --label verdict`
     """
-    from qtuning.collection import MANIFEST
+    from qtuning.collection import MANIFEST, check_target
     from qtuning.task_files import read_task
     from qtuning.tuner import QTuner
 
     task = read_task(file, name, text=text, text_b=text_b, label=label, split=split)
-    given = _parse_settings(settings or [])
+    given: dict[str, Any] = {"model": model, "method": method, "seed": seed, "dtype": dtype}
+    given = {key: value for key, value in given.items() if value is not None}
+    chosen = _parse_settings(settings or [])
     if (collection / MANIFEST).exists():
-        if given:
+        if given or chosen:
+            flag = "--set" if chosen else f"--{next(iter(given))}"
             raise ConfigError(
-                f"{collection} already has its settings; --set is for a new collection."
+                f"{flag} is for a new collection, and {collection} has its own already; leave it out."
             )
         tuner = QTuner.from_pretrained(collection, device=device)
     else:
-        tuner = QTuner(model, method=method, seed=seed, dtype=dtype, device=device, **given)
+        check_target(collection)
+        tuner = QTuner(**given, device=device, **chosen)
     facts = tuner.learn(task, replace=replace)
     tuner.save_pretrained(collection)
     if as_json:
@@ -179,6 +206,8 @@ def predict(
 
     rows: list[Any] = list(texts or [])
     if file is not None:
+        if not file.is_file():
+            raise TaskError(f"there is no file {str(file)!r}; check the path.")
         try:
             rows += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
         except UnicodeDecodeError:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from safetensors import SafetensorError
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from qtuning import __version__
 from qtuning.backbones import Head
-from qtuning.errors import CollectionError, TaskError
+from qtuning.errors import CollectionError, QTuningError, TaskError
 from qtuning.files import sha256_of, write_atomic
 from qtuning.snapshots import Snapshot, TaskCard
 from qtuning.tasks import check_task_name
@@ -36,6 +37,7 @@ FORMAT = 1
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """How to read an older manifest: from format n to n + 1."""
 MANIFEST = "manifest.json"
+BACKBONE_KEYS = ("name", "family", "fingerprint", "dtype", "readout", "max_length")
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,8 @@ def write_collection(folder: Path, collection: Collection, expected: str | None 
         collection: What to save.
         expected: sha256 of the manifest this collection came from; `""` overwrites whatever is there.
     """
+    check_target(folder)
     old = _manifest_bytes(folder)
-    if old is None and folder.exists() and any(folder.iterdir()):
-        raise CollectionError(
-            f"{folder} is not empty and holds no collection; choose another folder."
-        )
     if old is not None and expected != "" and sha256_of(old) != expected:
         raise CollectionError(
             f"{folder} already holds a collection, or was changed since it was opened; nothing was written. "
@@ -96,35 +95,54 @@ def write_collection(folder: Path, collection: Collection, expected: str | None 
     return sha256_of(data)
 
 
+def check_target(folder: Path) -> None:
+    """Refuse to save where something else lies; to be asked before the work, not only after it."""
+    if folder.exists() and not folder.is_dir():
+        raise CollectionError(f"{folder} is a file; choose another folder.")
+    if folder.is_dir() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+        raise CollectionError(
+            f"{folder} is not empty and holds no collection; choose another folder."
+        )
+
+
 def read_collection(folder: Path) -> tuple[Collection, str]:
     """A collection whose every file is whole, and its manifest's sha256."""
     data = _manifest_bytes(folder)
     if data is None:
-        raise CollectionError(f"{folder} holds no collection (no {MANIFEST}).")
+        raise CollectionError(
+            f"{folder} holds no collection (no {MANIFEST}); make one with qtuning learn."
+        )
     manifest = _parse_manifest(folder, data)
-    try:
+    with damage_named(folder):
         state = manifest["state"]
         tensors = load_tensors(_checked(folder, state["file"], state["sha256"]))
         snapshots = {
             name: _read_task(folder, name, entry) for name, entry in manifest["tasks"].items()
         }
         found = Collection(
-            backbone=manifest["backbone"],
+            backbone={key: manifest["backbone"][key] for key in BACKBONE_KEYS},
             method=manifest["method"],
-            settings=manifest["settings"],
+            settings=dict(manifest["settings"].items()),
             seed=manifest["seed"],
             tensors=tensors,
             facts=state["facts"],
             snapshots=snapshots,
             versions={name: entry["version"] for name, entry in manifest["tasks"].items()},
         )
+    return found, sha256_of(data)
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Turn what a manifest with missing or odd entries causes into one error that says so."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
-        if isinstance(error, CollectionError):
+        if isinstance(error, QTuningError):
             raise
         raise CollectionError(
             f"{folder / MANIFEST} is damaged ({type(error).__name__}: {error}); restore it from a copy."
         ) from error
-    return found, sha256_of(data)
 
 
 def _parse_manifest(folder: Path, data: bytes) -> dict[str, Any]:
@@ -142,7 +160,7 @@ def _parse_manifest(folder: Path, data: bytes) -> dict[str, Any]:
     while version < FORMAT:
         if version not in UPGRADES:
             raise CollectionError(
-                f"{folder} has format {version}, which no version of qtuning wrote."
+                f"{folder} has format {version}, which no version of qtuning wrote; restore it from a copy."
             )
         manifest = UPGRADES[version](manifest)
         version += 1
@@ -179,7 +197,7 @@ def _read_task(folder: Path, name: str, entry: dict[str, Any]) -> Snapshot:
     place = entry["folder"]
     if not re.fullmatch(rf"tasks/{re.escape(name)}(@\d+)?", place):
         raise CollectionError(
-            f"{folder / MANIFEST} puts task {name!r} at {place!r}, outside its place."
+            f"{folder / MANIFEST} puts task {name!r} at {place!r}, outside its place; restore it from a copy."
         )
     read = {file: _checked(folder, f"{place}/{file}", sha) for file, sha in entry["files"].items()}
     card = json.loads(read["task.json"])
@@ -192,8 +210,11 @@ def _read_task(folder: Path, name: str, entry: dict[str, Any]) -> Snapshot:
 
 def _checked(folder: Path, name: str, expected: str) -> bytes:
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise CollectionError(f"{folder / MANIFEST} names {name!r}, outside the collection.")
+    # by name alone: in a hub cache the files are links to a folder beside, and sha256 guards them
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CollectionError(
+            f"{folder / MANIFEST} names {name!r}, outside the collection; restore it from a copy."
+        )
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -235,7 +256,7 @@ def _remove_unnamed(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def _model_card(collection: Collection) -> str:

@@ -5,6 +5,7 @@ The engine sees only `TrainSettings`; a method sees only its `MethodSettings`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -93,7 +94,9 @@ class TrainSettings:
         _at_least(self, 1, "epochs", "batch_size", "validate_every")
         _at_least(self, 0, "patience", "clip", "weight_decay", "shots", "validation_limit")
         _at_most(self, 1_000_000, "epochs", "batch_size", "shots")
-        _at_least(self, 0, *(f.name for f in fields(self) if f.name.endswith("_lr")))
+        rates = [f.name for f in fields(self) if f.name.endswith("_lr")]
+        _at_least(self, 0, *rates)
+        _at_most(self, 1000, *rates)
 
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -137,7 +140,8 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         try:
             return flags[value.lower()] if wanted is bool else wanted(value)
         except (ValueError, KeyError):
-            raise ConfigError(f"{name} must be {kind}, got {value!r}.") from None
+            wish = "true or false" if wanted is bool else kind
+            raise ConfigError(f"{name} must be {wish}, got {value!r}.") from None
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
@@ -148,8 +152,8 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
 def _at_least(settings: Any, low: float, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        if not value >= low:  # written so that nan fails too
-            raise ConfigError(f"{name} must be at least {low}, got {value}.")
+        if not value >= low or math.isinf(value):  # written so that nan fails too
+            raise ConfigError(f"{name} must be a finite number, at least {low}, got {value}.")
 
 
 def _at_most(settings: Any, high: int, *names: str) -> None:

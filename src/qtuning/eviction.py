@@ -15,6 +15,16 @@ from qtuning.errors import ConfigError, unknown
 EvictionRule = Callable[..., Tensor]
 
 
+def check_components(count: int, prompt_length: int, dim: int) -> None:
+    """Refuse a queue of `count` rows of width `dim` that PCA could not trim by one prompt."""
+    keep, most = count - prompt_length, min(count - 1, dim)
+    if keep > most:
+        raise ConfigError(
+            f"eviction 'pca' must keep {keep} components of a queue of {count} rows, but rows of width {dim} "
+            f"have at most {most}. Lower queue_size or prompt_length, or choose eviction 'fifo'."
+        )
+
+
 def pca(
     rows: Tensor, prompt_length: int, generator: torch.Generator, keep_mean: bool = False
 ) -> Tensor:
@@ -26,12 +36,8 @@ def pca(
     device.
     """
     count, dim = rows.shape
+    check_components(count, prompt_length, dim)
     keep = count - prompt_length
-    if keep > min(count - 1, dim):
-        raise ConfigError(
-            f"eviction 'pca' must keep {keep} components of a queue of {count} rows, but rows of width {dim} "
-            f"have at most {min(count - 1, dim)}. Lower queue_size or prompt_length, or choose eviction 'fifo'."
-        )
     exact = rows.detach().to("cpu", torch.float64)
     mean = exact.mean(dim=0, keepdim=True)
     left, singular, right = torch.linalg.svd(exact - mean, full_matrices=False)

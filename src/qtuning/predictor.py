@@ -60,9 +60,9 @@ class Predictor:
                 raise TaskError(f"a text to predict must be a non-empty string, got {text!r}.")
             if isinstance(text, tuple) != is_pair or len(parts) > 2:
                 wanted = (
-                    "pairs of texts: pass a tuple of two"
+                    "pairs of texts: pass a tuple of two, or --text-b"
                     if is_pair
-                    else "single texts: pass a string"
+                    else "single texts: pass a string, without --text-b"
                 )
                 raise TaskError(f"task {name!r} takes {wanted}, got {text!r}.")
         return self.backbone.tokenize(texts, len(answerer.layout), answerer.answers.longest)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qtuning.errors import ConfigError
-from qtuning.eviction import get_eviction
+from qtuning.eviction import check_components, get_eviction
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class PromptQueue:
         dtype: torch.dtype = torch.float32,
     ) -> PromptQueue:
         """A queue with no prompt in it."""
+        if eviction == "pca":  # now, not when the queue is full and half a stream is learnt
+            check_components(prompt_length * queue_size, prompt_length, dim)
         rows = torch.zeros(0, dim, dtype=dtype)
         return cls(rows, prompt_length, queue_size, eviction, keep_mean)
 

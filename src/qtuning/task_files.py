@@ -38,12 +38,19 @@ def read_task(
     """
     file = Path(path)
     if not file.is_file():
-        raise TaskError(f"there is no file {str(path)!r}.")
+        raise TaskError(f"there is no file {str(path)!r}; check the path.")
     records = _read_records(file)
     if not records:
-        raise TaskError(f"{file.name} has no rows.")
+        raise TaskError(f"{file.name} has no rows; give at least two per class.")
     return _task_from_records(
-        records, name or file.stem, text, text_b, label, split, file.name, task_fields
+        records,
+        file.stem if name is None else name,
+        text,
+        text_b,
+        label,
+        split,
+        file.name,
+        task_fields,
     )
 
 
@@ -105,18 +112,29 @@ def _read_records(file: Path) -> list[dict[str, Any]]:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             if ending == ".jsonl":
                 return _read_json_lines(file, stream)
-            rows = list(csv.DictReader(stream, delimiter="\t" if ending == ".tsv" else ","))
+            return _read_table(
+                file, csv.DictReader(stream, delimiter="\t" if ending == ".tsv" else ",")
+            )
     except UnicodeDecodeError as error:
         raise TaskError(
             f"{file.name} is not UTF-8 (byte {error.start}); save it as UTF-8."
         ) from None
+
+
+def _read_table(file: Path, reader: csv.DictReader[str]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in reader:
+            if None in row:
+                raise TaskError(
+                    f"{file.name}, line {reader.line_num}: more fields than columns; quote texts that contain "
+                    f"the separator."
+                )
+            rows.append(row)
     except csv.Error as error:
-        raise TaskError(f"{file.name} is not a readable table: {error}.") from None
-    for number, row in enumerate(rows, start=2):
-        if None in row:
-            raise TaskError(
-                f"{file.name}, line {number}: more fields than columns; quote texts that contain the separator."
-            )
+        raise TaskError(
+            f"{file.name}, line {reader.line_num}: not a readable table ({error}); save it again as CSV."
+        ) from None
     return rows
 
 
@@ -128,7 +146,9 @@ def _read_json_lines(file: Path, stream: Any) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise TaskError(f"{file.name}, line {number}: not JSON ({error.msg}).") from None
+            raise TaskError(
+                f"{file.name}, line {number}: not JSON ({error.msg}); each line must be a JSON object."
+            ) from None
         if not isinstance(row, dict):
             raise TaskError(f"{file.name}, line {number}: each line must be a JSON object.")
         rows.append(row)
@@ -145,5 +165,7 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
     try:
         rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
     except (OSError, ValueError) as error:
-        raise TaskError(f"{file.name} is not a readable Parquet file: {error}") from None
+        raise TaskError(
+            f"{file.name} is not a readable Parquet file; save it again. ({error})"
+        ) from None
     return rows

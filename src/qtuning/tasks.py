@@ -20,6 +20,7 @@ Text = str | tuple[str, str]
 
 SPLIT_NAMES = ("train", "validation", "test")
 MAX_CLASSES = 1000
+_FRACTION = re.compile(r"[+-]?\d*\.\d*[1-9]\d*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -97,7 +98,8 @@ class Task:
             )
         if self.splits is not None and len(self.splits) != len(self.texts):
             raise TaskError(
-                f"task {self.name!r}: {len(self.texts)} texts but {len(self.splits)} entries in splits."
+                f"task {self.name!r}: {len(self.texts)} texts but {len(self.splits)} entries in splits; "
+                f"give one per text."
             )
         if not self.texts:
             raise TaskError(f"task {self.name!r} has no rows; give at least two per class.")
@@ -170,6 +172,11 @@ class Task:
                 k: [pool[j] for j in generator.permutation(len(pool))] for k, pool in pools.items()
             }
             taken = _share_out(pools, shots, validation_limit)
+            if not taken["train"]:
+                raise TaskError(
+                    f"task {self.name!r}: class {label_name!r} has no rows to train from; mark some of them "
+                    f"train in the split column."
+                )
             for part, rows in taken.items():
                 parts[part] += rows
             if shots and len(taken["train"]) < shots:
@@ -182,6 +189,11 @@ class Task:
                          "validation and test")  # fmt: skip
         train, validation, test = (self._rows(sorted(parts[name])) for name in SPLIT_NAMES)
         return Split(train, validation, test, tuple(notes))
+
+    def rows(self, part: str = "all") -> Rows:
+        """All rows, or those marked train, validation or test."""
+        marks = self.splits or ["all"] * len(self.texts)
+        return self._rows([i for i, mark in enumerate(marks) if part in ("all", mark)])
 
     def _rows(self, indices: list[int]) -> Rows:
         return Rows(
@@ -236,6 +248,8 @@ def _clean_one(task: str, row: int, text: Any) -> str:
 
 
 def _clean_label(task: str, row: int, label: Any, names: tuple[str, ...]) -> str:
+    if hasattr(label, "tolist"):  # numpy
+        label = label.tolist()
     if isinstance(label, list | tuple | set | dict):
         raise TaskError(
             f"task {task!r}, row {row}: got several labels {label!r}. Multi-label data is out of scope: "
@@ -243,18 +257,19 @@ def _clean_label(task: str, row: int, label: Any, names: tuple[str, ...]) -> str
         )
     if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
         raise TaskError(f"task {task!r}, row {row}: the label is missing; fill it or drop the row.")
-    if isinstance(label, float) and not label.is_integer():
+    if (isinstance(label, float) and not label.is_integer()) or (
+        isinstance(label, str) and _FRACTION.fullmatch(label.strip())
+    ):
         raise TaskError(
             f"task {task!r}, row {row}: the label {label!r} is a fraction; labels are classes, not quantities."
         )
-    if hasattr(label, "item"):  # numpy scalar
-        label = label.item()
     if isinstance(label, int | float) and not isinstance(label, bool) and names:
         if str(int(label)) in names:
             return str(int(label))
         if not 0 <= int(label) < len(names):
             raise TaskError(
-                f"task {task!r}, row {row}: label id {int(label)} has no name; {len(names)} names were given."
+                f"task {task!r}, row {row}: label id {int(label)} has no name; {len(names)} names were given; "
+                f"give one for each id."
             )
         return names[int(label)]
     text = str(int(label)) if isinstance(label, float) else str(label).strip()
@@ -286,6 +301,10 @@ def _check_labels(task: str, labels: Sequence[str], names: Sequence[str]) -> Non
 def _clean_words(
     task: str, names: Sequence[str], words: Mapping[str, str] | None
 ) -> dict[str, str]:
+    if words is not None and not isinstance(words, Mapping):
+        raise TaskError(
+            f"task {task!r}: label_words must be a mapping of label to words, got {words!r}."
+        )
     given = dict(words or {})
     for label in given:
         if label not in names:
@@ -295,9 +314,11 @@ def _clean_words(
     found = {name: str(given.get(name, name.replace("_", " "))).strip() for name in names}
     for name, word in found.items():
         if not word:
-            raise TaskError(f"task {task!r}: the label words of {name!r} are empty.")
+            raise TaskError(f"task {task!r}: the label words of {name!r} are empty; fill them.")
     if len(set(found.values())) != len(found):
-        raise TaskError(f"task {task!r}: two labels share the same label words: {found}.")
+        raise TaskError(
+            f"task {task!r}: two labels share the same label words: {found}; give each label its own."
+        )
     return found
 
 

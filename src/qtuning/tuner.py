@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, load_backbone
-from qtuning.collection import Collection, read_collection, write_collection
+from qtuning.collection import Collection, damage_named, read_collection, write_collection
 from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
@@ -22,7 +22,7 @@ from qtuning.methods import make_method
 from qtuning.predictor import Predictor
 from qtuning.progress import LearningBar
 from qtuning.snapshots import TaskCard
-from qtuning.tasks import Rows, Task, Text
+from qtuning.tasks import SPLIT_NAMES, Rows, Task, Text
 
 
 class QTuner:
@@ -180,8 +180,9 @@ class QTuner:
         """The task's metric on its own labelled rows.
 
         Args:
-            task: Its test rows (or all rows, where no split is marked) are scored.
-            part: `test`, `validation` or `train`.
+            task: The labelled texts.
+            part: `test`, `validation` or `train`: the rows marked so or, where no rows are marked,
+                that part of the split it was taught with; `all` takes every row.
             match: `label` chooses among the labels; `exact` asks whether greedy generation would
                 write the label words exactly (causal and seq2seq models).
             evaluate_with: `current` answers with today's queue instead of the task's snapshot.
@@ -195,10 +196,16 @@ class QTuner:
                 f"these rows have {', '.join(task.label_names)}."
             )
         train = self.train_settings
-        split = task.split(train.shots, self.seed, train.validation_limit)
-        rows = getattr(split, part) if part in split.sizes else None
-        if rows is None:
-            raise ConfigError(unknown("part", part, split.sizes))
+        if part not in (*SPLIT_NAMES, "all"):
+            raise ConfigError(unknown("part", part, (*SPLIT_NAMES, "all")))
+        if task.splits is None and part != "all":
+            rows = getattr(task.split(train.shots, self.seed, train.validation_limit), part)
+        else:
+            rows = task.rows(part)
+        if not len(rows):
+            raise TaskError(
+                f"task {task.name!r} has no {part} rows to score; use part='all' for all of them."
+            )
         predictor = self._predictor
         if evaluate_with == "current":
             snapshot = replaced(self.state.snapshots[task.name], rows=self.state.current_layout())
@@ -216,7 +223,7 @@ class QTuner:
         if task is None:
             if len(self.tasks) != 1:
                 raise TaskError(
-                    f"say which task: task=… is one of {', '.join(self.tasks) or 'none yet'}."
+                    f"say which task (task=…, --task): one of {', '.join(self.tasks) or 'none yet'}."
                 )
             task = next(iter(self.tasks))
         names = [task] * len(rows) if isinstance(task, str) else list(task)
@@ -276,7 +283,7 @@ class QTuner:
             device: A GPU if there is one by default.
         """
         path = Path(folder)
-        if not path.exists() and "/" in str(folder):
+        if not path.exists() and str(folder).count("/") == 1 and not path.is_absolute():
             path = _from_hub(str(folder))
         saved, sha = read_collection(path)
         about = saved.backbone
@@ -296,8 +303,9 @@ class QTuner:
                 f"{path} was made for {about['name']!r} (fingerprint {about['fingerprint'][:12]}…), and "
                 f"{backbone.name!r} has other weights ({backbone.fingerprint()[:12]}…). Load the model it was made for."
             )
-        tuner = cls(backbone, method=saved.method, seed=saved.seed, **saved.settings)
-        tuner.adopt(tuner.method.unpack(saved.tensors, saved.facts, saved.snapshots))
+        with damage_named(path):
+            tuner = cls(backbone, method=saved.method, seed=saved.seed, **saved.settings)
+            tuner.adopt(tuner.method.unpack(saved.tensors, saved.facts, saved.snapshots))
         tuner._versions = dict(saved.versions)
         tuner._home = (path.resolve(), sha)
         return tuner

@@ -48,7 +48,7 @@ def test_changes_return_new_queues() -> None:
 
 
 def test_newest_first_reverses_whole_prompts() -> None:
-    queue = PromptQueue.empty(1, 2, 3).append(torch.tensor([[1.0], [2.0]]))
+    queue = PromptQueue.empty(1, 2, 3, "fifo").append(torch.tensor([[1.0], [2.0]]))
     queue = queue.append(torch.tensor([[3.0], [4.0]]))
     assert queue.in_order(newest_first=False).flatten().tolist() == [1, 2, 3, 4]
     assert queue.in_order(newest_first=True).flatten().tolist() == [3, 4, 1, 2]

@@ -241,7 +241,7 @@ def test_score_in_its_modes(family_backbone) -> None:
 
 def test_predict_asks_for_a_known_task_and_the_right_kind_of_text(bert) -> None:
     tuner = make_tuner(bert, 2)
-    with pytest.raises(TaskError, match="say which task: task=… is one of task0, task1"):
+    with pytest.raises(TaskError, match=r"say which task \(task=…, --task\): one of task0, task1"):
         tuner.predict("good")
     with pytest.raises(TaskError, match="Did you mean 'task"):
         tuner.predict("good", "tsk0")
@@ -250,3 +250,16 @@ def test_predict_asks_for_a_known_task_and_the_right_kind_of_text(bert) -> None:
     with pytest.raises(TaskError, match="2 texts but 1 task names"):
         tuner.predict(["good", "bad"], ["task0"])
     assert tuner.predict([], "task0") == []
+
+
+def test_a_collection_whose_files_are_links_opens(bert, tmp_path: Path) -> None:
+    """As in a hub cache, where every file is a link to a folder beside."""
+    tuner = make_tuner(bert, 1)
+    tuner.save_pretrained(tmp_path / "blobs")
+    for file in (tmp_path / "blobs").rglob("*"):
+        if file.is_file():
+            link = tmp_path / "snapshots" / file.relative_to(tmp_path / "blobs")
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(file)
+    loaded = QTuner.from_pretrained(tmp_path / "snapshots", model=bert)
+    assert loaded.predict_proba("good", "task0") == tuner.predict_proba("good", "task0")

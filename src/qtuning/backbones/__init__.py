@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from qtuning.backbones.answers import AnswerSet
 from qtuning.backbones.base import Backbone, Head, Row, Tokens
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
-from qtuning.errors import BackboneError, ConfigError, unknown
+from qtuning.errors import BackboneError, ConfigError, QTuningError, unknown
 
 __all__ = ["SOURCES", "AnswerSet", "Backbone", "Head", "Row", "Tokens", "load_backbone",
            "weights_sha256", "wrap_model"]  # fmt: skip
@@ -76,8 +78,8 @@ def load_backbone(
             attention_option = {"attn_implementation": attention} if attention else {}
             model = auto.from_pretrained(folder, dtype=DTYPES[dtype], **attention_option, **options)
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        except (OSError, ValueError) as error:
-            if isinstance(error, BackboneError | ConfigError):
+        except (OSError, ValueError, SafetensorError) as error:
+            if isinstance(error, QTuningError):
                 raise
             first = (
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -98,6 +100,12 @@ def wrap_model(
     max_length: int | None = None,
 ) -> Backbone:
     """A backbone from a model and tokenizer you already have; its weights are frozen, not copied."""
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise BackboneError(
+            f"cannot load the model {name!r}: its tokenizer is empty. {how_to_get(name)}"
+        )
+    if max_length is not None and (not isinstance(max_length, int) or isinstance(max_length, bool)):
+        raise ConfigError(f"max_length must be int, got {max_length!r}.")
     if readout not in READOUTS:
         raise ConfigError(unknown("readout", readout, READOUTS))
     positions = _positions(model.config)
@@ -166,24 +174,29 @@ def _refuse_half_t5(config: Any, dtype: str) -> None:
 
 def _check_device(device: str) -> None:
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"device {device!r} cannot be used: {first} Use device 'cpu'.") from None
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0][:200].rstrip(".")
+        raise ConfigError(
+            f"device {device!r} cannot be used: {reason}. Use device 'cpu'."
+        ) from None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No progress bars and load reports of transformers while a model is read."""
-    from transformers.utils import logging
+    from transformers.utils import logging as chatter
 
-    level = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
+    hub = logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    chatter.set_verbosity_error()
+    chatter.disable_progress_bar()
+    hub.setLevel(logging.ERROR)  # else every retry of an unreachable hub is a line
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        chatter.set_verbosity(level)
+        hub.setLevel(hub_level)
         if bars:
-            logging.enable_progress_bar()
+            chatter.enable_progress_bar()

