@@ -90,6 +90,9 @@ def demo(
         str, typer.Option(help="An encoder: minilm, bge-small, a folder or hub id.")
     ] = "minilm",
     seed: Annotated[int, typer.Option(help="Of everything random.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the figures to this JSON file.")
+    ] = None,
 ) -> None:
     """Watch one frozen model learn eight tasks and forget none; a few minutes on two cores.
 
@@ -97,7 +100,7 @@ def demo(
     """
     from qtuning.demo import run_demo
 
-    run_demo(output, model, seed)
+    run_demo(output, model, seed, record=record)
 
 
 @app.command()
