@@ -78,7 +78,8 @@ def run_demo(
         f"All of it took {time.perf_counter() - began:.0f} s. Try next:\n"
         f'  qtuning predict {output} "the soup was fine, the bill was not" --task sentiment-restaurants\n'
         f"  qtuning show {output}\n"
-        f"  qtuning learn {output} your-task.csv        [dim]# columns: text, label[/dim]"
+        f"  qtuning learn {output} your-task.csv        [dim]# columns: text, label[/dim]",
+        soft_wrap=True,
     )
 
 
@@ -99,6 +100,7 @@ def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
             tasks,
             tuner.train_settings,
             seed=tuner.seed,
+            inner_rows=None,  # all, so that a column reads as one number all the way down
             report=bar,
             after_task=after_task,
         )
@@ -109,7 +111,7 @@ def _matrix_table(result: StreamResult) -> Table:
     table = Table(
         title="\nScore on task 1, 2, … (column) after learning one more task (row), in %",
         title_justify="left",
-        caption="bold: all test rows; others: the same 64 rows each time",
+        caption="a task that was forgotten would show a falling column",
     )
     table.add_column("after task")
     for number in range(1, len(result.tasks) + 1):

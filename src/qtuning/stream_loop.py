@@ -48,6 +48,7 @@ def run_stream(
     *,
     seed: int = 0,
     evaluate_with: str = "snapshot",
+    inner_rows: int | None = INNER_CELL_ROWS,
     report: Report | None = None,
     after_task: Callable[[Task, Any, float], None] | None = None,
 ) -> StreamResult:
@@ -61,6 +62,7 @@ def run_stream(
         seed: Of the run: splits, initialisation and data order.
         evaluate_with: `snapshot` answers each task with its own finished vectors; `current` is the
             diagnostic that answers all of them with today's shared prefix and queue.
+        inner_rows: Test rows of the cells that neither the diagonal nor the last row needs; None for all.
         report: Called after every epoch.
         after_task: Called with each finished task, the state and its test score.
     """
@@ -73,7 +75,7 @@ def run_stream(
     unchanged: dict[str, bool] = {}
     seconds: dict[str, float] = {}
     state = method.start(seed)
-    _measure_untaught(matrix, 0, backbone, state, tasks, splits)
+    _measure_untaught(matrix, 0, backbone, state, tasks, splits, inner_rows)
     for i, task in enumerate(tasks, start=1):
         began = time.perf_counter()
         state = method.learn(state, task, splits[task.name], report)
@@ -82,7 +84,7 @@ def run_stream(
         for j, earlier in enumerate(tasks[:i]):
             whole = is_last or j == i - 1
             rows = splits[earlier.name].test
-            rows = rows if whole else _sample(rows, earlier.name)
+            rows = rows if whole else _sample(rows, earlier.name, inner_rows)
             snapshot = _view(state, earlier.name, evaluate_with)
             found = predict_log_probs(backbone, snapshot, rows.texts)
             matrix[i, j] = _score(earlier, rows, found)
@@ -90,7 +92,7 @@ def run_stream(
                 when_learnt[earlier.name] = found
             if is_last:
                 unchanged[earlier.name] = torch.equal(found, when_learnt[earlier.name])
-        _measure_untaught(matrix, i, backbone, state, tasks[i : i + 1], splits)
+        _measure_untaught(matrix, i, backbone, state, tasks[i : i + 1], splits, inner_rows)
         if after_task:
             after_task(task, state, matrix[i, i - 1])
     return StreamResult(names, state, matrix, unchanged, seconds, splits)
@@ -114,12 +116,13 @@ def _measure_untaught(
     state: Any,
     tasks: Sequence[Task],
     splits: dict[str, Split],
+    inner_rows: int | None,
 ) -> None:
     """Scores of tasks not yet learnt, with what earlier ones left; an encoder has no head for them yet."""
     if backbone.needs_head or not hasattr(state, "current_layout"):
         return
     for column, task in enumerate(tasks, start=row):
-        rows = _sample(splits[task.name].test, task.name)
+        rows = _sample(splits[task.name].test, task.name, inner_rows)
         untaught = Snapshot(TaskCard.of(task), state.current_layout())
         found = predict_log_probs(backbone, untaught, rows.texts)
         matrix[row, column] = _score(task, rows, found)
@@ -129,8 +132,8 @@ def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:
     return score_predictions(task.metric, rows.labels, log_probs.argmax(dim=-1).tolist())
 
 
-def _sample(rows: Rows, name: str) -> Rows:
+def _sample(rows: Rows, name: str, size: int | None) -> Rows:
     """The same rows of a task in every run."""
-    order = numpy_generator("inner-cells", name).permutation(len(rows))[:INNER_CELL_ROWS]
+    order = numpy_generator("inner-cells", name).permutation(len(rows))[:size]
     kept = sorted(order.tolist())
     return Rows(tuple(rows.texts[i] for i in kept), tuple(rows.labels[i] for i in kept))
