@@ -224,3 +224,18 @@ def test_encoder_needs_its_head(bert) -> None:
         bert.logits(torch.zeros(1, 1, 32), None)
     head = Head(torch.ones(2, 32), torch.tensor([0.0, 1.0]))
     assert bert.logits(torch.ones(1, 1, 32), head).tolist() == [[[32.0, 33.0]]]
+
+
+def test_gradients_of_the_bank_are_the_same_bits_every_time() -> None:
+    """Large enough for threads to share the work; a sum in changing order would show."""
+    backbone = make_backbone("bert")
+    bank = bank_of(backbone, 24).requires_grad_()
+    tokens = backbone.tokenize(["good soup " * 20] * 96, 24)
+    rows = [Row(each, 0, 24) for each in tokens]
+    weights = torch.randn(96, 1, 32, generator=torch.Generator().manual_seed(0))
+    found = set()
+    for _ in range(25):
+        bank.grad = None
+        (backbone.hidden(rows, bank) * weights).sum().backward()
+        found.add(bank.grad.numpy().tobytes())
+    assert len(found) == 1

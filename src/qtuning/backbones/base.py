@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qtuning.backbones.answers import AnswerSet, TokenIds
 from qtuning.errors import BackboneError, ConfigError
@@ -205,9 +206,10 @@ class Backbone:
         where = torch.from_numpy(slots >= 0)
         embeds = self.embed(torch.from_numpy(ids))
         if where.any():
-            vectors = bank[torch.from_numpy(slots)[where].to(bank.device)].to(embeds)
-            index = tuple(axis.to(device) for axis in where.nonzero(as_tuple=True))
-            embeds = embeds.index_put(index, vectors)
+            # an embedding look-up, because its gradient is summed in a fixed order on every device
+            places = torch.from_numpy(slots).clamp(min=0).to(bank.device)
+            vectors = F.embedding(places, bank).to(embeds)
+            embeds = torch.where(where.to(device)[..., None], vectors, embeds)
         return Batch(
             inputs_embeds=embeds,
             attention_mask=filled.long().to(device),
