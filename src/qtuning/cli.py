@@ -148,6 +148,7 @@ def learn(
     `qtuning learn support tone.jsonl --text message --label verdict`
     """
     from qtuning.collection import MANIFEST, check_target
+    from qtuning.config import make_settings
     from qtuning.task_files import read_task
     from qtuning.tuner import QTuner
 
@@ -155,6 +156,7 @@ def learn(
     given: dict[str, Any] = {"model": model, "method": method, "seed": seed, "dtype": dtype}
     given = {key: value for key, value in given.items() if value is not None}
     chosen = _parse_settings(settings or [])
+    make_settings(**chosen)
     if (collection / MANIFEST).exists():
         if given or chosen:
             flag = "--set" if chosen else f"--{next(iter(given))}"

@@ -237,6 +237,11 @@ def _validate(backbone: Backbone, fits: Sequence[_Fit]) -> None:
             continue
         predicted = [int(log_probs.argmax()) for log_probs in own]
         likelihood = sum(float(log[y]) for log, y in zip(own, labels, strict=True)) / len(labels)
+        if not math.isfinite(likelihood):
+            raise TrainingError(
+                f"the validation likelihood became {likelihood} in task {fit.lane.task!r}, epoch {fit.epoch}, "
+                f"lane {fit.lane.name!r}. Lower the learning rates, or use dtype fp32."
+            )
         fit.keep((score_predictions(fit.lane.metric, labels, predicted), likelihood))
 
 

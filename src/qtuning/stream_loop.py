@@ -91,7 +91,8 @@ def run_stream(
             if j == i - 1:
                 when_learnt[earlier.name] = found
             if is_last:
-                unchanged[earlier.name] = torch.equal(found, when_learnt[earlier.name])
+                again = predict_log_probs(backbone, snapshot, rows.texts) if j == i - 1 else found
+                unchanged[earlier.name] = torch.equal(again, when_learnt[earlier.name])
         _measure_untaught(matrix, i, backbone, state, tasks[i : i + 1], splits, inner_rows)
         if after_task:
             after_task(task, state, matrix[i, i - 1])

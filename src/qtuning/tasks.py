@@ -162,6 +162,7 @@ class Task:
         """
         parts: dict[str, list[int]] = {name: [] for name in SPLIT_NAMES}
         notes: list[str] = []
+        marked = set(self.splits or ())
         for label, label_name in enumerate(self.label_names):
             pools: dict[str, list[int]] = {name: [] for name in SPLIT_NAMES}
             for i, row_label in enumerate(self.label_ids):
@@ -171,7 +172,7 @@ class Task:
             pools = {
                 k: [pool[j] for j in generator.permutation(len(pool))] for k, pool in pools.items()
             }
-            taken = _share_out(pools, shots, validation_limit)
+            taken = _share_out(pools, shots, validation_limit, marked)
             if not taken["train"]:
                 raise TaskError(
                     f"task {self.name!r}: class {label_name!r} has no rows to train from; mark some of them "
@@ -187,6 +188,8 @@ class Task:
         if self.splits is None:
             notes.append("no test rows were given: those left over after training were shared between "
                          "validation and test")  # fmt: skip
+        if not parts["validation"]:
+            notes.append("no rows are left for validation: the last state of training is kept")
         train, validation, test = (self._rows(sorted(parts[name])) for name in SPLIT_NAMES)
         return Split(train, validation, test, tuple(notes))
 
@@ -205,18 +208,18 @@ METRICS = ("accuracy", "macro-f1")
 
 
 def _share_out(
-    pools: dict[str, list[int]], shots: int, validation_limit: int
+    pools: dict[str, list[int]], shots: int, validation_limit: int, marked: set[str]
 ) -> dict[str, list[int]]:
-    """Rows of one class for each part."""
+    """Rows of one class for each part; `marked` are the parts that any row of the task is marked for."""
     train, validation, test = (pools[name] for name in SPLIT_NAMES)
-    if not validation and not test:
+    if not marked & {"validation", "test"}:
         held_out = max(len(train) - shots, 0) if shots else 0
         if held_out < 2:  # too short to fill the shots and still judge the result
             held_out = 2 * (len(train) // 5) if len(train) >= 5 else max(len(train) - 2, 0)
         rest, train = train[len(train) - held_out :], train[: len(train) - held_out]
         size = min(validation_limit, math.ceil(len(rest) / 2))
         validation, test = rest[:size], rest[size:]
-    elif not validation:
+    elif "validation" not in marked:
         spare = train[shots:] if shots else train[: len(train) // 5]
         train = train[:shots] if shots else train[len(spare) :]
         validation = spare
