@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rich.text import Text as Styled
 from qtuning import __version__
 from qtuning.backbones import weights_sha256
 from qtuning.config import settings_dict
+from qtuning.data import load_task
 from qtuning.evaluation import (
     average_score,
     backward_transfer,
@@ -29,8 +31,8 @@ from qtuning.methods import make_method
 from qtuning.progress import LearningBar
 from qtuning.seeding import numpy_generator
 from qtuning.snapshots import predict_log_probs
-from qtuning.stream_loop import StreamResult, run_stream
-from qtuning.streams import get_stream, load_task
+from qtuning.stream_loop import StreamRun, run_stream
+from qtuning.streams import get_stream
 from qtuning.tasks import Task
 from qtuning.tuner import QTuner
 
@@ -83,10 +85,12 @@ def run_demo(
     )
 
 
-def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
+def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamRun:
     queue_size = tuner.method_settings.queue_size
 
-    def after_task(task: Task, state: Any, score: float) -> None:
+    def after_task(task: Task, runs: Sequence[StreamRun]) -> None:
+        state = runs[0].state
+        score = runs[0].matrix[runs[0].done, runs[0].done - 1]
         evicted = " · trimmed by PCA" if state.learnt > queue_size else ""
         rows = len(state.snapshots[task.name].rows)
         console.print(
@@ -106,7 +110,7 @@ def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
         )
 
 
-def _matrix_table(result: StreamResult) -> Table:
+def _matrix_table(result: StreamRun) -> Table:
     """Scores after each task: read a column downwards to see whether a task was forgotten."""
     table = Table(
         title="\nScore on task 1, 2, … (column) after learning one more task (row), in %",
@@ -133,7 +137,7 @@ def _cell(value: float, bold: bool) -> Styled:
     )
 
 
-def _figures(tuner: QTuner, tasks: list[Task], result: StreamResult, before: str) -> dict[str, Any]:
+def _figures(tuner: QTuner, tasks: list[Task], result: StreamRun, before: str) -> dict[str, Any]:
     """Everything the summary says, with what a reader needs to judge it."""
     splits = [result.splits[name] for name in result.tasks]
     return {
@@ -173,7 +177,7 @@ def _summary_table(figures: dict[str, Any]) -> Table:
     return table
 
 
-def _probe_score(tuner: QTuner, task: Task, result: StreamResult) -> float:
+def _probe_score(tuner: QTuner, task: Task, result: StreamRun) -> float:
     probe = make_method("linear-probe", tuner.backbone, tuner.method_settings, tuner.train_settings)
     split = result.splits[task.name]
     snapshot = probe.learn(probe.start(tuner.seed), task, split).snapshots[task.name]
@@ -182,7 +186,7 @@ def _probe_score(tuner: QTuner, task: Task, result: StreamResult) -> float:
 
 
 def _show_predictions(
-    tuner: QTuner, tasks: list[Task], result: StreamResult, console: Console
+    tuner: QTuner, tasks: list[Task], result: StreamRun, console: Console
 ) -> None:
     """One test text of each task, drawn at random: right or wrong, a person can judge."""
     texts, golds = [], []
