@@ -37,10 +37,10 @@ models: setup                    ## the other two backbones that come without a 
 test-models: models              ## learning on real weights
 	$(BIN)/python -m pytest -q -m models tests
 
-test-slow: setup
+test-slow: setup                 ## fifty kills, every stream
 	$(BIN)/python -m pytest -q -m slow tests
 
-test-gpu: setup
+test-gpu: setup                  ## what needs a CUDA card
 	$(BIN)/python -m pytest -q -m gpu tests
 
 growth: setup                    ## cost per task as the stream grows: perf/results/growth.json and .png

@@ -17,6 +17,7 @@ from rich.console import Console
 
 import qtuning
 from qtuning import cli, config, demo
+from qtuning.errors import CollectionError
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -117,3 +118,17 @@ def test_the_demo_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "qtuning predict" in shown
     assert (tmp_path / "out" / "manifest.json").exists()
     assert len(qtuning.QTuner.from_pretrained(tmp_path / "out").tasks) == 8
+
+
+def test_the_demo_does_not_overwrite_a_users_task(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model("bert").save_pretrained(folder)
+    make_tokenizer("bert").save_pretrained(folder)
+    tuner = qtuning.QTuner(str(folder), epochs=1, prompt_length=2, shared_length=2, queue_size=2)
+    tuner.learn(qtuning.Task("mine", ["a", "b", "c", "d"] * 3, ["x", "y"] * 6), progress=False)
+    tuner.save_pretrained(tmp_path / "out")
+    with pytest.raises(CollectionError, match="'mine', which the demo did not teach"):
+        demo.run_demo(tmp_path / "out", str(folder))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CollectionError, match="is a file"):
+        demo.run_demo(tmp_path / "file", str(folder))

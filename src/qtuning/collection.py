@@ -37,6 +37,8 @@ FORMAT = 1
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """How to read an older manifest: from format n to n + 1."""
 MANIFEST = "manifest.json"
+OURS = re.compile(r"tasks|state-\w+\.safetensors|manifest\.json|README\.md|\..*")
+"""Names a collection may leave in its folder, also when its first save was cut short."""
 BACKBONE_KEYS = ("name", "family", "fingerprint", "dtype", "readout", "max_length")
 
 
@@ -56,8 +58,10 @@ class Collection:
     versions: dict[str, int] = field(default_factory=dict)
 
 
-def write_collection(folder: Path, collection: Collection, expected: str | None = None) -> str:
-    """Save; returns the manifest's sha256, by which a later save knows that nothing came between.
+def write_collection(
+    folder: Path, collection: Collection, expected: str | None = None
+) -> tuple[str, dict[str, int]]:
+    """Save; returns the manifest's sha256, by which a later save knows that nothing came between, and task versions.
 
     Args:
         folder: New, empty, or holding a collection.
@@ -92,16 +96,22 @@ def write_collection(folder: Path, collection: Collection, expected: str | None 
     write_atomic(folder / MANIFEST, data)  # the one commit
     _remove_unnamed(folder, manifest)
     write_atomic(folder / "README.md", _model_card(collection).encode())
-    return sha256_of(data)
+    return sha256_of(data), {name: entry["version"] for name, entry in tasks.items()}
 
 
 def check_target(folder: Path) -> None:
     """Refuse to save where something else lies; to be asked before the work, not only after it."""
     if folder.exists() and not folder.is_dir():
         raise CollectionError(f"{folder} is a file; choose another folder.")
-    if folder.is_dir() and not (folder / MANIFEST).is_file() and any(folder.iterdir()):
+    others = [path.name for path in folder.glob("*") if not OURS.fullmatch(path.name)]
+    manifest = _manifest_bytes(folder)
+    if manifest is None and others:
         raise CollectionError(
-            f"{folder} is not empty and holds no collection; choose another folder."
+            f"{folder} is not empty and holds no collection ({others[0]}); choose another folder."
+        )
+    if manifest is not None and b'"qtuning"' not in manifest:
+        raise CollectionError(
+            f"{folder} has a manifest.json of something else; choose another folder."
         )
 
 
@@ -251,7 +261,7 @@ def _remove_unnamed(folder: Path, manifest: dict[str, Any]) -> None:
     for place in folder.glob("tasks/*"):
         if f"tasks/{place.name}" not in named:
             shutil.rmtree(place, ignore_errors=True)
-    for leftover in [*folder.glob(".*.safetensors.*"), *folder.glob(f".{MANIFEST}.*")]:
+    for leftover in [*folder.glob(".*.*"), *folder.glob("tasks/*/.*")]:
         leftover.unlink(missing_ok=True)
 
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from qtuning.errors import ConfigError, unknown
+from qtuning.eviction import EVICTIONS
 
-EVICTION_NAMES = ("pca", "fifo", "random", "none")
 RETENTIONS = ("kl", "jsd", "none")
 SHARED_SCHEDULES = ("all", "algorithm1")
 
@@ -52,7 +52,7 @@ class MethodSettings:
         _at_least(self, 0, "shared_length", "memory_factor")
         _at_most(self, 4096, "prompt_length", "shared_length")
         _at_most(self, 100_000, "queue_size", "mlp_hidden")
-        _one_of(self, "eviction", EVICTION_NAMES)
+        _one_of(self, "eviction", tuple(EVICTIONS))
         _one_of(self, "retention", RETENTIONS)
         _one_of(self, "shared_schedule", SHARED_SCHEDULES)
 

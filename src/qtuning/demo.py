@@ -18,8 +18,10 @@ from rich.text import Text as Styled
 
 from qtuning import __version__
 from qtuning.backbones import weights_sha256
+from qtuning.collection import MANIFEST, check_target, read_collection
 from qtuning.config import settings_dict
 from qtuning.data import load_task
+from qtuning.errors import CollectionError, ConfigError
 from qtuning.evaluation import (
     average_score,
     backward_transfer,
@@ -56,12 +58,17 @@ def run_demo(
     """Learn the demo stream, show the score matrix, save the collection; `record` takes the figures as JSON."""
     console = console or Console()
     stream = get_stream("demo")
+    _check_output(output, stream.tasks)
     tasks = [load_task(name) for name in stream.tasks]
     began = time.perf_counter()
     console.print(
         f"[bold]One frozen model, {len(tasks)} tasks, 16 examples per class.[/bold] Loading {model} …"
     )
     tuner = QTuner(model, seed=seed, **SETTINGS)
+    if tuner.backbone.family != "encoder":
+        raise ConfigError(
+            f"the demo needs an encoder, and {model!r} is a {tuner.backbone.family} model; use minilm."
+        )
     before = weights_sha256(tuner.backbone)
     result = _learn(tuner, tasks, console)
     tuner.adopt(result.state)
@@ -83,6 +90,17 @@ def run_demo(
         f"  qtuning learn {output} your-task.csv        [dim]# columns: text, label[/dim]",
         soft_wrap=True,
     )
+
+
+def _check_output(output: Path, tasks: Sequence[str]) -> None:
+    """An earlier demo may be overwritten; a collection with tasks of the user's may not."""
+    check_target(output)
+    if (output / MANIFEST).exists():
+        own = [name for name in read_collection(output)[0].snapshots if name not in tasks]
+        if own:
+            raise CollectionError(
+                f"{output} holds {own[0]!r}, which the demo did not teach; choose another folder with --output."
+            )
 
 
 def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamRun:

@@ -41,7 +41,8 @@ def pca(
     exact = rows.detach().to("cpu", torch.float64)
     mean = exact.mean(dim=0, keepdim=True)
     left, singular, right = torch.linalg.svd(exact - mean, full_matrices=False)
-    largest = left.abs().argmax(dim=0)
+    sizes = left.abs()  # of entries equally large up to rounding, the first decides
+    largest = (sizes >= sizes.amax(dim=0) * (1 - 1e-9)).to(torch.uint8).argmax(dim=0)
     signs = torch.sign(left[largest, torch.arange(left.shape[1])])
     kept = singular[:keep, None] * (signs[:, None] * right)[:keep]
     trimmed: Tensor = kept + mean if keep_mean else kept

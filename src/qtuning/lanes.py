@@ -143,8 +143,8 @@ class _Fit:
             state["state"] = {}
             for key, tensor in tensors.items():
                 if key.startswith(f"adam.{o}."):
-                    _, _, i, field_name = key.split(".")
-                    state["state"].setdefault(int(i), {})[field_name] = tensor.clone()
+                    _, _, number, part = key.split(".")
+                    state["state"].setdefault(int(number), {})[part] = tensor.clone()
             optimiser.load_state_dict(state)
         self.lane.order.set_state(tensors["order"].cpu())
 
@@ -291,6 +291,11 @@ def _validate(backbone: Backbone, fits: Sequence[_Fit]) -> None:
             continue
         predicted = [int(log_probs.argmax()) for log_probs in own]
         likelihood = sum(float(log[y]) for log, y in zip(own, labels, strict=True)) / len(labels)
+        if not math.isfinite(likelihood):
+            raise TrainingError(
+                f"the validation likelihood became {likelihood} in task {fit.lane.task!r}, epoch {fit.epoch}, "
+                f"lane {fit.lane.name!r}. Lower the learning rates, or use dtype fp32."
+            )
         fit.keep((score_predictions(fit.lane.metric, labels, predicted), likelihood))
 
 

@@ -25,7 +25,11 @@ class Predictor:
         return score(self.backbone, self.queries(texts, tasks))
 
     def exact_matches(
-        self, texts: Sequence[Text], tasks: Sequence[str], gold: Sequence[int]
+        self,
+        texts: Sequence[Text],
+        tasks: Sequence[str],
+        gold: Sequence[int],
+        max_tokens: int | None = None,
     ) -> list[bool]:
         """Whether greedy generation would write exactly the gold label words, for each text."""
         if self.backbone.needs_head:
@@ -33,7 +37,7 @@ class Predictor:
                 f"exact match compares generated label words, and {self.backbone.name!r} is an encoder; "
                 f"use match='label'."
             )
-        return exact_matches(self.backbone, self.queries(texts, tasks), gold)
+        return exact_matches(self.backbone, self.queries(texts, tasks), gold, max_tokens)
 
     def queries(self, texts: Sequence[Text], tasks: Sequence[str]) -> list[Query]:
         """Each text, tokenised for its task."""

@@ -47,15 +47,11 @@ def make_split(
     kept = _per_class(
         task, list(range(len(split.test))), split.test.labels, test_limit, "test-limit"
     )
-    test = type(split.test)(
-        tuple(split.test.texts[i] for i in kept),
-        tuple(split.test.labels[i] for i in kept),
-        None if split.test.groups is None else tuple(split.test.groups[i] for i in kept),
-    )
-    return Split(split.train, split.validation, test, split.notes)
+    return Split(split.train, split.validation, split.test.at(kept), split.notes)
 
 
 def _given(task: Task, shots: int, seed: int, validation_limit: int) -> Split:
+    """The parts the rows are marked for, or what is left over after training."""
     return task.split(shots, seed, validation_limit)
 
 

@@ -25,6 +25,8 @@ class PromptQueue:
     queue_size: int
     eviction: str = "pca"
     keep_mean: bool = False
+    newest_first: bool = False
+    """Whether newer prompts stand before older ones in the sequence."""
 
     @classmethod
     def empty(
@@ -34,13 +36,14 @@ class PromptQueue:
         queue_size: int,
         eviction: str = "pca",
         keep_mean: bool = False,
+        newest_first: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> PromptQueue:
         """A queue with no prompt in it."""
         if eviction == "pca":  # now, not when the queue is full and half a stream is learnt
             check_components(prompt_length * queue_size, prompt_length, dim)
         rows = torch.zeros(0, dim, dtype=dtype)
-        return cls(rows, prompt_length, queue_size, eviction, keep_mean)
+        return cls(rows, prompt_length, queue_size, eviction, keep_mean, newest_first)
 
     @property
     def capacity(self) -> int:
@@ -71,9 +74,9 @@ class PromptQueue:
             raise ConfigError(f"a prompt must have shape {expected}, got {tuple(prompt.shape)}.")
         return replace(self, rows=torch.cat([self.rows, prompt.detach().to(self.rows)]))
 
-    def in_order(self, newest_first: bool) -> Tensor:
-        """Rows in the order in which they stand in the sequence, whole prompts reversed if asked."""
-        if not newest_first:
+    def in_order(self) -> Tensor:
+        """Rows in the order in which they stand in the sequence: whole prompts, oldest or newest first."""
+        if not self.newest_first:
             return self.rows
         prompts = self.rows.reshape(-1, self.prompt_length, self.rows.shape[1])
         return prompts.flip(0).reshape(self.rows.shape)

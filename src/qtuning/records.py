@@ -84,7 +84,7 @@ class RunJournal(Journal):
             tensors, facts = read_tensors(folder / "state" / f"{self.generation}.safetensors")
             _truncate(folder / "events.jsonl", facts["events"])
             run.done, run.seconds, run.parts = facts["done"], facts["seconds"], facts["parts"]
-            run.matrix = _from_json(facts["matrix"])
+            run.matrix, run.sampled = _from_json(facts["matrix"]), _from_json(facts["sampled"])
             run.unchanged = facts["unchanged"]
             snapshots = DiskSnapshots(folder / "tasks", run.tasks[: run.done])
             own = {
@@ -120,9 +120,10 @@ class RunJournal(Journal):
             if snapshot.head:
                 tensors |= {"head.weight": snapshot.head.weight, "head.bias": snapshot.head.bias}
             if hasattr(run.state, "queue"):
+                queue = run.state.queue
                 tensors |= {
-                    "queue": run.state.queue.rows,
-                    "prompt": run.state.queue.rows[-run.state.queue.prompt_length :],
+                    "queue": queue.rows,
+                    "prompt": queue.rows[-queue.prompt_length :].clone(),
                 }
             facts = {"card": asdict(snapshot.card), "facts": dict(snapshot.facts)}
             write_tensors(folder / "tasks" / f"{task.name}.safetensors", tensors, facts)
@@ -153,6 +154,7 @@ class RunJournal(Journal):
                 "parts": run.parts,
                 "unchanged": run.unchanged,
                 "matrix": to_json(run.matrix),
+                "sampled": to_json(run.sampled),
                 "method": facts,
                 "fit": None if fits is None else fits[i][1],
                 "events": (folder / "events.jsonl").stat().st_size,
@@ -225,7 +227,8 @@ def _write(path: Path, data: bytes) -> None:
         write_atomic(path, data)
     except OSError as error:
         raise RecordError(
-            f"cannot write {path}: {error.strerror}. What was finished is kept; mend that and run the same command again."
+            f"cannot write {path}: {error.strerror}. What was finished is kept; mend that and run the same "
+            f"command again."
         ) from error
 
 
@@ -288,7 +291,7 @@ def memory() -> dict[str, int]:
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
+        if issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy modules
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     pages = Path("/proc/self/statm")

@@ -224,7 +224,7 @@ def _result(
         },
         "average_score": average_score(matrix),
         "backward_transfer": backward_transfer(matrix),
-        "forgetting": forgetting(matrix),
+        "forgetting": forgetting(run.sampled),
         "forward_transfer": forward_transfer(matrix) if measured else None,
         "average_so_far": average_so_far(matrix),
         "matrix": to_json(matrix),

@@ -49,12 +49,13 @@ def exact_matches(
     """Whether greedy generation would write exactly the gold label, found by teacher forcing.
 
     Greedy output equals the gold tokens if and only if, reading gold, the most likely token is the
-    gold one at every position. `max_tokens` compares only the first tokens, as generation with a
-    length limit does.
+    gold one at every position, the end token included. `max_tokens` compares only the first tokens,
+    as generation with a length limit does.
     """
     results = [False] * len(queries)
     for batch in batches_by_length([_length(query) for query in queries], BATCH_TOKENS):
-        sequences = [queries[i].answerer.answers.sequences[gold[i]][:max_tokens] for i in batch]
+        golden = [queries[i].answerer.answers.sequences[gold[i]] for i in batch]
+        sequences = [backbone.closed(sequence)[:max_tokens] for sequence in golden]
         bank, starts = _bank([queries[i].answerer for i in batch])
         rows = [
             Row(queries[i].tokens, starts[id(queries[i].answerer)], len(queries[i].answerer.layout), (s[:-1],))

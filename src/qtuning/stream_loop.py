@@ -40,6 +40,8 @@ class StreamRun:
     state: Any
     matrix: Matrix
     """R[i, j] of shape [tasks + 1, tasks]; nan where nothing was measured."""
+    sampled: Matrix
+    """The same with every cell of a column on the same few rows, so that cells can be compared."""
     seconds: dict[str, float] = field(default_factory=dict)
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
     """For each task every metric of its own, on its test rows, when the stream ended."""
@@ -138,7 +140,8 @@ def _begin(
         for task in tasks
     }
     matrix = np.full((len(tasks) + 1, len(tasks)), np.nan)
-    return StreamRun(seed, tuple(task.name for task in tasks), splits, method.start(seed), matrix)
+    names = tuple(task.name for task in tasks)
+    return StreamRun(seed, names, splits, method.start(seed), matrix, matrix.copy())
 
 
 def _learn(
@@ -181,15 +184,20 @@ def _measure_taught(
     is_last = i == len(tasks)
     for j, task in enumerate(tasks[:i]):
         rows = run.splits[task.name].test
-        if not is_last and j != i - 1:
-            rows = _sample(rows, task.name, inner_rows)
+        sample = _sample_places(len(rows), task.name, inner_rows)
+        whole = is_last or j == i - 1
+        rows = rows if whole else rows.at(sample)
         snapshot = _view(run.state, task.name, evaluate_with)
         found = predict_log_probs(backbone, snapshot, rows.texts)
         run.matrix[i, j] = _score(task, rows, found)
+        run.sampled[i, j] = (
+            _score(task, rows.at(sample), found[sample]) if whole else run.matrix[i, j]
+        )
         if j == i - 1:
             run.when_learnt[task.name] = found
         if is_last:
-            run.unchanged[task.name] = torch.equal(found, run.when_learnt[task.name])
+            again = predict_log_probs(backbone, snapshot, rows.texts) if j == i - 1 else found
+            run.unchanged[task.name] = torch.equal(again, run.when_learnt[task.name])
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
 
@@ -201,7 +209,8 @@ def _measure_untaught(
     if backbone.needs_head or not hasattr(run.state, "current_layout"):
         return
     for column, task in enumerate(tasks, start=i):
-        rows = _sample(run.splits[task.name].test, task.name, inner_rows)
+        rows = run.splits[task.name].test
+        rows = rows.at(_sample_places(len(rows), task.name, inner_rows))
         untaught = Snapshot(TaskCard.of(task), run.state.current_layout())
         found = predict_log_probs(backbone, untaught, rows.texts)
         run.matrix[i, column] = _score(task, rows, found)
@@ -223,12 +232,7 @@ def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:
     return score_predictions(task.metric, rows.labels, guess, rows.groups)
 
 
-def _sample(rows: Rows, name: str, size: int | None) -> Rows:
+def _sample_places(count: int, name: str, size: int | None) -> list[int]:
     """The same rows of a task in every run."""
-    order = numpy_generator("inner-cells", name).permutation(len(rows))[:size]
-    kept = sorted(order.tolist())
-    return Rows(
-        tuple(rows.texts[i] for i in kept),
-        tuple(rows.labels[i] for i in kept),
-        None if rows.groups is None else tuple(rows.groups[i] for i in kept),
-    )
+    order = numpy_generator("inner-cells", name).permutation(count)[:size]
+    return sorted(order.tolist())

@@ -46,6 +46,14 @@ class Rows:
     def __len__(self) -> int:
         return len(self.texts)
 
+    def at(self, places: Sequence[int]) -> Rows:
+        """The rows at these places."""
+        return Rows(
+            tuple(self.texts[i] for i in places),
+            tuple(self.labels[i] for i in places),
+            None if self.groups is None else tuple(self.groups[i] for i in places),
+        )
+
 
 @dataclass(frozen=True)
 class Split:
@@ -94,7 +102,8 @@ class Task:
         check_task_name(self.name)
         if not self.metric or any(part not in METRICS for part in self.metric.split("+")):
             raise TaskError(
-                f"task {self.name!r}: metric must be one of {', '.join(METRICS)}, or some joined by +; got {self.metric!r}."
+                f"task {self.name!r}: metric must be one of {', '.join(METRICS)}, or some joined by +; "
+                f"got {self.metric!r}."
             )
         if len(self.texts) != len(self.labels):
             raise TaskError(
@@ -166,6 +175,7 @@ class Task:
         """
         parts: dict[str, list[int]] = {name: [] for name in SPLIT_NAMES}
         notes: list[str] = []
+        marked = set(self.splits or ())
         for label, label_name in enumerate(self.label_names):
             pools: dict[str, list[int]] = {name: [] for name in SPLIT_NAMES}
             for i, row_label in enumerate(self.label_ids):
@@ -175,7 +185,7 @@ class Task:
             pools = {
                 k: [pool[j] for j in generator.permutation(len(pool))] for k, pool in pools.items()
             }
-            taken = _share_out(pools, shots, validation_limit)
+            taken = _share_out(pools, shots, validation_limit, marked)
             if not taken["train"]:
                 raise TaskError(
                     f"task {self.name!r}: class {label_name!r} has no rows to train from; mark some of them "
@@ -191,6 +201,8 @@ class Task:
         if self.splits is None:
             notes.append("no test rows were given: those left over after training were shared between "
                          "validation and test")  # fmt: skip
+        if not parts["validation"]:
+            notes.append("no rows are left for validation: the last state of training is kept")
         train, validation, test = (self.pick(sorted(parts[name])) for name in SPLIT_NAMES)
         return Split(train, validation, test, tuple(notes))
 
@@ -199,28 +211,25 @@ class Task:
         marks = self.splits or ["all"] * len(self.texts)
         return self.pick([i for i, mark in enumerate(marks) if part in ("all", mark)])
 
-    def pick(self, indices: Sequence[int]) -> Rows:
+    def pick(self, places: Sequence[int]) -> Rows:
         """The rows at these places."""
-        return Rows(
-            tuple(self.texts[i] for i in indices),
-            tuple(self.label_ids[i] for i in indices),
-            None if self.groups is None else tuple(str(self.groups[i]) for i in indices),
-        )
+        groups = None if self.groups is None else tuple(map(str, self.groups))
+        return Rows(tuple(self.texts), self.label_ids, groups).at(places)
 
 
 def _share_out(
-    pools: dict[str, list[int]], shots: int, validation_limit: int
+    pools: dict[str, list[int]], shots: int, validation_limit: int, marked: set[str]
 ) -> dict[str, list[int]]:
-    """Rows of one class for each part."""
+    """Rows of one class for each part; `marked` are the parts that any row of the task is marked for."""
     train, validation, test = (pools[name] for name in SPLIT_NAMES)
-    if not validation and not test:
+    if not marked & {"validation", "test"}:
         held_out = max(len(train) - shots, 0) if shots else 0
         if held_out < 2:  # too short to fill the shots and still judge the result
             held_out = 2 * (len(train) // 5) if len(train) >= 5 else max(len(train) - 2, 0)
         rest, train = train[len(train) - held_out :], train[: len(train) - held_out]
         size = min(validation_limit, math.ceil(len(rest) / 2))
         validation, test = rest[:size], rest[size:]
-    elif not validation:
+    elif "validation" not in marked:
         spare = train[shots:] if shots else train[: len(train) // 5]
         train = train[:shots] if shots else train[len(spare) :]
         validation = spare

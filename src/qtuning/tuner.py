@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,9 @@ class QTuner:
         **settings: Any,
     ):
         make_settings(**settings)  # refuse a wrong setting before the model is loaded
+        if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
+            raise ConfigError(f"seed must be int, got {seed!r}.")
+        seed = int(seed)
         self.backbone = (
             model
             if isinstance(model, Backbone)
@@ -175,16 +179,18 @@ class QTuner:
         *,
         part: str = "test",
         match: str = "label",
+        max_tokens: int | None = None,
         evaluate_with: str = "snapshot",
     ) -> float:
-        """The task's metric on its own labelled rows.
+        """The task's metric on its own labelled rows, or the share of exact matches.
 
         Args:
             task: The labelled texts.
             part: `test`, `validation` or `train`: the rows marked so or, where no rows are marked,
                 that part of the split it was taught with; `all` takes every row.
             match: `label` chooses among the labels; `exact` asks whether greedy generation would
-                write the label words exactly (causal and seq2seq models).
+                write the label words exactly and then stop (causal and seq2seq models).
+            max_tokens: For `exact`: compare only so many tokens, as generation with a limit would.
             evaluate_with: `current` answers with today's queue instead of the task's snapshot.
         """
         if task.name not in self.state.snapshots:
@@ -213,7 +219,8 @@ class QTuner:
         elif evaluate_with != "snapshot":
             raise ConfigError(unknown("evaluation mode", evaluate_with, ("snapshot", "current")))
         if match == "exact":
-            hits = predictor.exact_matches(rows.texts, [task.name] * len(rows), rows.labels)
+            names = [task.name] * len(rows)
+            hits = predictor.exact_matches(rows.texts, names, rows.labels, max_tokens)
             return sum(hits) / len(hits)
         if match != "label":
             raise ConfigError(unknown("match", match, ("label", "exact")))
@@ -261,7 +268,7 @@ class QTuner:
             snapshots=self.state.snapshots,
             versions={name: self._versions.get(name, 1) for name in self.state.snapshots},
         )
-        sha = write_collection(path, collection, "" if overwrite else came_from)
+        sha, self._versions = write_collection(path, collection, "" if overwrite else came_from)
         self._home = (path.resolve(), sha)
 
     @classmethod
@@ -298,6 +305,12 @@ class QTuner:
                 max_length=about["max_length"],
             )
         )
+        for key in ("readout", "max_length"):
+            if getattr(backbone, key) != about[key]:
+                raise CollectionError(
+                    f"{path} was made with {key} {about[key]!r}, and this backbone has {getattr(backbone, key)!r}; "
+                    f"load it with the same."
+                )
         if backbone.fingerprint() != about["fingerprint"]:
             raise CollectionError(
                 f"{path} was made for {about['name']!r} (fingerprint {about['fingerprint'][:12]}…), and "

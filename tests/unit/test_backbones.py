@@ -106,7 +106,8 @@ def test_text_is_cut_and_a_prompt_that_does_not_fit_is_refused(family_backbone) 
     backbone = wrap_model(family_backbone.model, family_backbone.tokenizer, max_length=40, name="m")
     answers = backbone.answers(WORDS)
     (tokens,) = backbone.tokenize(["good " * 200], 20, answers.longest)
-    assert len(tokens.ids) + 20 + answers.longest <= 40
+    answer = answers.longest if backbone.family == "causal" else 0
+    assert len(tokens.ids) + 20 + answer == 40
     if backbone.family == "causal":
         assert tokens.ids[-len(backbone._question) :] == backbone._question
     with pytest.raises(ConfigError, match="Lower queue_size, prompt_length or shared_length"):
@@ -119,6 +120,49 @@ def test_labels_that_begin_one_another_get_an_end_token() -> None:
     assert [len(s) for s in plain.sequences] == [1, 1]
     nested = backbone.answers(["report", "report problem"])
     assert all(s[-1] == backbone.tokenizer.eos_token_id for s in nested.sequences)
+
+
+def test_label_words_that_cannot_be_told_apart_are_refused() -> None:
+    for kind in ("gpt2", "t5"):
+        with pytest.raises(BackboneError, match="cannot tell the label words"):
+            make_backbone(kind).answers(["xyzzy", "plugh"])  # both unknown to the vocabulary
+
+
+def test_only_an_answer_in_the_same_sequence_takes_room_from_the_text() -> None:
+    """A33: with 110 rows of 512 positions, 402 are left for the text."""
+    assert make_backbone("t5").room_for_text(110, 5) == 402
+    assert make_backbone("bert").room_for_text(110, 5) == 18
+    assert make_backbone("gpt2").room_for_text(100, 5) == 23
+
+
+def test_segments_are_used_only_where_the_model_has_them() -> None:
+    tokenizer = make_tokenizer("bert")  # offers segment ids
+    backbone = wrap_model(make_model("roberta"), tokenizer, name="one-segment")
+    (tokens,) = backbone.tokenize([("good", "bad")], 0)
+    assert backbone.hidden([Row(tokens, 0, 0)], bank_of(backbone, 1)).shape == (1, 1, 32)
+
+
+def test_half_precision_t5_is_refused_for_a_model_in_hand() -> None:
+    with pytest.raises(ConfigError, match="fp32 or bf16 for T5"):
+        wrap_model(make_model("t5", dtype=torch.float16), make_tokenizer("t5"))
+
+
+def test_exact_match_wants_the_end_token() -> None:
+    """A causal model that would go on writing has not written the label exactly."""
+    backbone = make_backbone("gpt2", seed=3)
+    answers = backbone.answers(["good", "bad"])
+    assert [len(s) for s in answers.sequences] == [1, 1]
+    assert all(backbone.closed(s)[-1] == backbone.tokenizer.eos_token_id for s in answers.sequences)
+    bank = bank_of(backbone, 3)
+    (tokens,) = backbone.tokenize(["soup"], 3, 2)
+    with torch.no_grad():
+        state = backbone.hidden([Row(tokens, 0, 3)], bank)
+        first = int(backbone.logits(state, None).argmax())
+    from qtuning.backbones.answers import AnswerSet
+
+    query = Query(Answerer(bank, AnswerSet.build([(first,), (first + 1,)])), tokens)
+    assert exact_matches(backbone, [query], [0], max_tokens=1) == [True]
+    assert exact_matches(backbone, [query], [0]) == [False]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5", "bart"])
@@ -141,7 +185,7 @@ def test_exact_match_equals_greedy_generation(kind: str) -> None:
 
         wrong = (greedy[0], (greedy[1] + 1) % 40)
         answerer = Answerer(bank, AnswerSet.build([greedy, wrong]))
-        found = exact_matches(backbone, [Query(answerer, tokens)] * 2, [0, 1])
+        found = exact_matches(backbone, [Query(answerer, tokens)] * 2, [0, 1], max_tokens=2)
         assert found == [True, False]
         checked.add(greedy)
     assert len(checked) > 3  # the models did write different things

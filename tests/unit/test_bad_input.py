@@ -309,6 +309,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown": ("queu_size=3", ("'queu_size'", "Did you mean 'queue_size'?")),
+    "keyword-that-is-no-setting": ("device=cpu", ("'device'", "Known: batch_size")),
+    "seed-as-a-setting": ("seed=5", ("'seed'", "Known: batch_size")),
     "no-value": ("queue_size", ("'queue_size'", "name=value")),
     "no-name": ("=3", ("''", "Known: batch_size")),
     "word-for-a-number": ("prompt_length=ten", ("prompt_length", "'ten'", "must be int")),

@@ -56,6 +56,12 @@ def test_pca_by_hand() -> None:
     assert kept[0, 0] > 0  # the largest left entry is that of row 0, on the positive side
 
 
+def test_equally_large_entries_do_not_leave_the_sign_to_rounding() -> None:
+    rows = torch.randn(2, 6, generator=torch_generator(3), dtype=torch.float64)
+    noisy = rows + 1e-13 * torch.randn(2, 6, generator=torch_generator(4), dtype=torch.float64)
+    torch.testing.assert_close(pca(rows, 1, GENERATOR), pca(noisy, 1, GENERATOR), rtol=0, atol=1e-9)
+
+
 def test_pca_drops_the_mean_unless_told() -> None:
     rows = torch.randn(6, 12, generator=torch_generator(2)) + 5
     without, with_mean = (pca(rows, 2, GENERATOR, keep_mean=flag) for flag in (False, True))

@@ -167,6 +167,22 @@ def test_a_non_finite_loss_names_task_epoch_step_and_lane(bert) -> None:
         fit_lanes(bert, lanes, make_settings(**SMALL)[1])
 
 
+def test_numbers_that_break_after_the_last_step_are_not_kept(bert, monkeypatch) -> None:
+    lane = one_lane(bert)
+    original = lane.answerer
+
+    def broken():
+        with torch.no_grad():
+            lane.prompt.fill_(math.nan)
+        return original()
+
+    monkeypatch.setattr(lane, "answerer", broken)
+    with pytest.raises(
+        TrainingError, match="validation likelihood became nan in task 'task1', epoch 1"
+    ):
+        fit_lanes(bert, [lane], make_settings(**SMALL)[1])
+
+
 def test_gradients_are_clipped_per_lane(bert) -> None:
     """A lane with a huge gradient does not shrink its neighbour's step."""
     calm, again = (make_lanes(bert)[0] for _ in range(2))

@@ -229,6 +229,26 @@ def test_a_lane_starts_from_its_runs_own_numbers(bert) -> None:
     )
 
 
+def test_the_current_layout_is_what_the_newest_task_sees_without_scale(bert) -> None:
+    for name in ("prog-prompt", "q-tuning"):
+        state, _ = stream_of(method_for(bert, name, scale=False), 3)
+        assert torch.equal(state.current_layout(), state.snapshots["task2"].rows)
+
+
+def test_before_any_task_the_shared_prefix_goes_through_its_mlp(bert) -> None:
+    method = method_for(bert, mlp=True, mlp_hidden=8)
+    state = method.start(0)
+    lane = method.lane(state, make_task("a"), make_task("a").split(4))
+    torch.testing.assert_close(state.current_layout(), lane.shared_rows().detach())
+
+
+def test_a_fixed_scale_takes_no_gradient(bert) -> None:
+    task = make_task("a")
+    lane = method_for(bert, scale=False).lane(method_for(bert).start(0), task, task.split(4))
+    assert not lane.u.requires_grad
+    assert not lane.v.requires_grad
+
+
 def test_a_tiny_model_learns(family_backbone) -> None:
     task = make_task("learnable", rows=24)
     method = method_for(

@@ -48,10 +48,10 @@ def test_changes_return_new_queues() -> None:
 
 
 def test_newest_first_reverses_whole_prompts() -> None:
-    queue = PromptQueue.empty(1, 2, 3, "fifo").append(torch.tensor([[1.0], [2.0]]))
-    queue = queue.append(torch.tensor([[3.0], [4.0]]))
-    assert queue.in_order(newest_first=False).flatten().tolist() == [1, 2, 3, 4]
-    assert queue.in_order(newest_first=True).flatten().tolist() == [3, 4, 1, 2]
+    for newest_first, expected in ((False, [1, 2, 3, 4]), (True, [3, 4, 1, 2])):
+        queue = PromptQueue.empty(1, 2, 3, "fifo", newest_first=newest_first)
+        queue = queue.append(torch.tensor([[1.0], [2.0]])).append(torch.tensor([[3.0], [4.0]]))
+        assert queue.in_order().flatten().tolist() == expected
 
 
 def test_a_full_queue_and_a_wrong_shape_are_refused() -> None:

@@ -71,6 +71,21 @@ def test_without_validation_rows_the_spare_training_rows_serve() -> None:
     assert not set(split.train.texts) & set(split.validation.texts)
 
 
+def test_a_class_without_marked_rows_does_not_lend_its_training_rows() -> None:
+    marks = ["train"] * 20 + ["validation"] * 10 + ["test"] * 10 + ["train"] * 20
+    task = Task("tone", TEXTS, ["a"] * 40 + ["b"] * 20, splits=marks)
+    split = task.split(4)
+    assert Counter(split.validation.labels) == {0: 10}
+    assert Counter(split.test.labels) == {0: 10}
+
+
+def test_nothing_left_for_validation_is_said() -> None:
+    marks = ["train"] * 12 + ["test"] * 48
+    split = Task("tone", TEXTS, LABELS, splits=marks).split(4)
+    assert split.sizes["validation"] == 0
+    assert any("no rows are left for validation" in note for note in split.notes)
+
+
 def test_a_short_class_is_shared_out_and_said() -> None:
     task = Task("tone", TEXTS[:26], ["a"] * 20 + ["b"] * 6)
     split = task.split(16)

@@ -263,3 +263,67 @@ def test_a_collection_whose_files_are_links_opens(bert, tmp_path: Path) -> None:
             link.symlink_to(file)
     loaded = QTuner.from_pretrained(tmp_path / "snapshots", model=bert)
     assert loaded.predict_proba("good", "task0") == tuner.predict_proba("good", "task0")
+
+
+def test_a_kill_during_the_first_save_does_not_lock_the_folder(
+    bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = make_tuner(bert, 1)
+
+    def dying(source: str, target: str) -> None:
+        if str(target).endswith("manifest.json"):
+            raise Killed
+        real(source, target)
+
+    real = os.replace
+    monkeypatch.setattr("qtuning.files.os.replace", dying)
+    with pytest.raises(Killed):
+        tuner.save_pretrained(tmp_path / "c")
+    monkeypatch.setattr("qtuning.files.os.replace", real)
+    (tmp_path / "c" / "tasks" / "task0" / ".snapshot.safetensors.x1").write_bytes(b"half")
+    tuner.save_pretrained(tmp_path / "c")
+    assert list(QTuner.from_pretrained(tmp_path / "c", model=bert).tasks) == ["task0"]
+    assert not list((tmp_path / "c").rglob(".*"))
+
+
+def test_a_collection_without_a_task_can_be_saved(bert, tmp_path: Path) -> None:
+    QTuner(bert, **SMALL).save_pretrained(tmp_path / "c")
+    assert QTuner.from_pretrained(tmp_path / "c", model=bert).tasks == {}
+
+
+def test_a_folder_of_something_else_is_not_overwritten(bert, tmp_path: Path) -> None:
+    (tmp_path / "tasks" / "mine").mkdir(parents=True)
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    with pytest.raises(CollectionError, match=r"manifest\.json of something else"):
+        make_tuner(bert, 1).save_pretrained(tmp_path, overwrite=True)
+    assert (tmp_path / "tasks" / "mine").exists()
+
+
+def test_another_readout_is_refused(bert, tmp_path: Path) -> None:
+    make_tuner(bert, 1).save_pretrained(tmp_path / "c")
+    other = make_backbone("bert", readout="cls")
+    with pytest.raises(
+        CollectionError, match="made with readout 'mean', and this backbone has 'cls'"
+    ):
+        QTuner.from_pretrained(tmp_path / "c", model=other)
+
+
+def test_versions_never_go_back(bert, tmp_path: Path) -> None:
+    make_tuner(bert, 1).save_pretrained(tmp_path / "c")
+    other = make_tuner(bert, 1, epochs=3)
+    other.save_pretrained(tmp_path / "c", overwrite=True)  # other bytes under the same name
+    assert (tmp_path / "c" / "tasks" / "task0@2").exists()
+    other.learn(make_task("more", rows=10), progress=False)
+    before = hashes(tmp_path / "c" / "tasks" / "task0@2")
+    other.save_pretrained(tmp_path / "c")
+    assert hashes(tmp_path / "c" / "tasks" / "task0@2") == before
+
+
+def test_seeds_of_numpy_are_kept_as_integers(bert, tmp_path: Path) -> None:
+    import numpy as np
+
+    tuner = QTuner(bert, seed=np.int64(3), **SMALL)
+    tuner.save_pretrained(tmp_path / "c")
+    assert QTuner.from_pretrained(tmp_path / "c", model=bert).seed == 3
+    with pytest.raises(ConfigError, match="seed must be int, got 'x'"):
+        QTuner(bert, seed="x")

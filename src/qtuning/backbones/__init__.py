@@ -73,7 +73,7 @@ def load_backbone(
             folder = resolve(name)
             config = AutoConfig.from_pretrained(folder, **options)
             family = find_family(config)
-            _refuse_half_t5(config, dtype)
+            _refuse_half_t5(config, DTYPES[dtype])
             auto = getattr(importlib.import_module("transformers"), FAMILIES[family][0])
             attention_option = {"attn_implementation": attention} if attention else {}
             model = auto.from_pretrained(folder, dtype=DTYPES[dtype], **attention_option, **options)
@@ -108,6 +108,7 @@ def wrap_model(
         raise ConfigError(f"max_length must be int, got {max_length!r}.")
     if readout not in READOUTS:
         raise ConfigError(unknown("readout", readout, READOUTS))
+    _refuse_half_t5(model.config, model.dtype)
     positions = _positions(model.config)
     if max_length is not None and max_length < 8:
         raise ConfigError(f"max_length must be at least 8, got {max_length}.")
@@ -165,10 +166,10 @@ def _positions(config: Any) -> int | None:
     return int(found) - (config.pad_token_id + 1 if padded else 0)
 
 
-def _refuse_half_t5(config: Any, dtype: str) -> None:
-    if DTYPES[dtype] == torch.float16 and config.model_type in ("t5", "mt5", "umt5", "longt5"):
+def _refuse_half_t5(config: Any, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and config.model_type in ("t5", "mt5", "umt5", "longt5"):
         raise ConfigError(
-            f"dtype must be fp32 or bf16 for T5 models, got {dtype!r}: their activations overflow in half precision."
+            "dtype must be fp32 or bf16 for T5 models, got 'fp16': their activations overflow in half precision."
         )
 
 

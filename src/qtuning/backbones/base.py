@@ -79,12 +79,14 @@ class Backbone:
     tokenizer: Any
     name: str
     max_length: int
-    """Positions of prompt, text and answer together."""
+    """Positions of prompt and text, and of the answer where it follows them."""
     readout: str = "mean"
     prompt_at: int = field(default=0, init=False)
     """Tokens of the text that stand before the prompt vectors."""
     family: str = field(default="", init=False)
     needs_head: bool = field(default=False, init=False)
+    answer_follows_text: bool = field(default=False, init=False)
+    """Whether the answer stands in the same sequence and takes room from the text."""
 
     def __post_init__(self) -> None:
         self.model.requires_grad_(False)
@@ -156,7 +158,7 @@ class Backbone:
 
     def room_for_text(self, prompt_rows: int, answer_tokens: int = 0) -> int:
         """Positions left for the text; refused when there are next to none."""
-        room = self.max_length - prompt_rows - answer_tokens
+        room = self.max_length - prompt_rows - (answer_tokens if self.answer_follows_text else 0)
         if room < self._fewest_tokens():
             raise ConfigError(
                 f"{prompt_rows} prompt vectors leave {max(room, 0)} of the {self.max_length} positions of "
@@ -178,6 +180,10 @@ class Backbone:
         `bank` [rows, d] holds the prompt vectors of every lane; each row names its slice of it.
         """
         raise NotImplementedError
+
+    def closed(self, sequence: TokenIds) -> TokenIds:
+        """A label's tokens as generation would write them to the end."""
+        return sequence
 
     def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
         """[n, t, h] -> [n, t, v]: classes of the task's head, or the whole vocabulary. float32 or float64."""
@@ -243,6 +249,18 @@ class VocabularyBackbone(Backbone):
         if self._output_bias is not None:
             out = out + self._output_bias
         return out.to(self.lane_dtype)
+
+    def answers(self, label_words: Sequence[str]) -> AnswerSet:
+        """Token sequences of the labels, all different."""
+        sequences = self._answer_tokens(label_words)
+        if len(set(sequences)) < len(sequences):
+            raise BackboneError(
+                f"{self.name!r} cannot tell the label words {list(label_words)} apart; choose others."
+            )
+        return AnswerSet.build(sequences)
+
+    def _answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
+        raise NotImplementedError
 
     def _find_output_rule(self) -> tuple[float, Tensor | None]:
         """How the model gets from last hidden state to logits, found by comparing with its own forward.

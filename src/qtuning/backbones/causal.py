@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from qtuning.backbones.answers import AnswerSet, TokenIds
+from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
     MIN_TEXT_TOKENS,
     Row,
@@ -17,7 +17,6 @@ from qtuning.backbones.base import (
     gather_positions,
     readout_positions,
 )
-from qtuning.errors import BackboneError
 from qtuning.tasks import Text
 
 QUESTION = "\nAnswer:"
@@ -31,21 +30,22 @@ class CausalBackbone(VocabularyBackbone):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.family = "causal"
+        self.answer_follows_text = True
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
 
-    def answers(self, label_words: Sequence[str]) -> AnswerSet:
+    def _answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as it follows the question; an end token only where one label begins another."""
         coded = self.tokenizer([f" {word}" for word in label_words], add_special_tokens=False)
         sequences: list[TokenIds] = [tuple(ids) for ids in coded["input_ids"]]
         in_order = sorted(sequences)
         if any(later[: len(earlier)] == earlier for earlier, later in pairwise(in_order)):
-            end = self.tokenizer.eos_token_id
-            if end is None or len(set(sequences)) < len(sequences):
-                raise BackboneError(
-                    f"{self.name!r} cannot tell the label words {list(label_words)} apart; choose others."
-                )
-            sequences = [(*sequence, end) for sequence in sequences]
-        return AnswerSet.build(sequences)
+            sequences = [self.closed(sequence) for sequence in sequences]
+        return sequences
+
+    def closed(self, sequence: TokenIds) -> TokenIds:
+        """The sequence with an end token, where the model has one."""
+        end = self.tokenizer.eos_token_id
+        return sequence if end is None or sequence[-1:] == (end,) else (*sequence, end)
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
         whole = "\n".join(text) if isinstance(text, tuple) else text

@@ -23,7 +23,8 @@ class EncoderBackbone(Backbone):
         self.family = "encoder"
         self.needs_head = True
         self.prompt_at = 1  # [CLS] keeps position 0 (A28)
-        self._uses_types = "token_type_ids" in self.tokenizer.model_input_names
+        segments = getattr(self.model.config, "type_vocab_size", 1)
+        self._uses_types = segments > 1 and "token_type_ids" in self.tokenizer.model_input_names
         if self.tokenizer.cls_token_id is None:
             raise BackboneError(f"{self.name!r}: its tokenizer has no [CLS] token to read from.")
 

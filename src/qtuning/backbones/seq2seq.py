@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qtuning.backbones.answers import AnswerSet
+from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
     Row,
     Tokens,
@@ -27,10 +27,10 @@ class Seq2SeqBackbone(VocabularyBackbone):
         super().__post_init__()
         self.family = "seq2seq"
 
-    def answers(self, label_words: Sequence[str]) -> AnswerSet:
+    def _answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as the tokenizer writes a target, end token included."""
         coded = self.tokenizer(text_target=list(label_words))
-        return AnswerSet.build([tuple(ids) for ids in coded["input_ids"]])
+        return [tuple(ids) for ids in coded["input_ids"]]
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
         whole = " ".join(text) if isinstance(text, tuple) else text

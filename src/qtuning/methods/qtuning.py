@@ -55,7 +55,7 @@ class QState:
     def current_layout(self) -> Tensor:
         """[theta*; queue] as of today, unscaled: the diagnostic answer to "what does the queue itself keep?"."""
         latest = self.last_layout[: len(self.shared_prefix)]
-        return torch.cat([latest, self.queue.rows.to(latest)])
+        return torch.cat([latest, self.queue.in_order().to(latest)])
 
 
 class QTuning:
@@ -77,6 +77,7 @@ class QTuning:
             settings.queue_size,
             settings.eviction,
             settings.keep_mean,
+            settings.newest_first,
             backbone.lane_dtype,
         )
         generator = torch_generator(seed, "shared-prefix")
@@ -85,12 +86,14 @@ class QTuning:
         )
         shared = shared.to("cpu", backbone.lane_dtype)
         mlp: dict[str, Tensor] = {}
+        layout = shared.clone()
         if settings.mlp and settings.shared_length:
             fresh = ResidualMLP(
                 backbone.embed_dim, settings.mlp_hidden, generator, backbone.lane_dtype
             )
             mlp = dict(fresh.state_dict())
-        return QState(seed, queue, shared, mlp, last_layout=shared)
+            layout = fresh(shared).detach()
+        return QState(seed, queue, shared, mlp, last_layout=layout)
 
     def learn(
         self, state: QState, task: Task, split: Split, report: Report | None = None
@@ -190,10 +193,12 @@ class QTuningLane:
                 self._generator("prompt"),
             )
         )
-        self.queue_rows = self.queue.in_order(settings.newest_first).to(backbone.device)
+        self.queue_rows = self.queue.in_order().to(backbone.device)
         # every task begins with W = 1: after a trim, rows have no counterpart in the last task (A4)
         self.u = self._trainable(torch.ones(len(self.queue_rows) + settings.prompt_length))
         self.v = self._trainable(torch.ones(dim))
+        for vector in (self.u, self.v):
+            vector.requires_grad_(settings.scale)
         self.shared = self._trainable(self.state.shared_prefix)
         first_or_evicting = self.state.learnt == 0 or self.evicting
         self.trains_shared = settings.shared_length > 0 and (

@@ -1,0 +1,49 @@
+"""What must also hold on a CUDA card; `make test-gpu`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qtuning import QTuner, wrap_model
+from qtuning.backbones import weights_sha256
+from tests.conftest import SMALL, make_model, make_task, make_tokenizer
+from tests.unit.test_lanes import leaves, make_lanes, train_steps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card"),
+]
+
+
+def on_card(kind: str, dtype: torch.dtype):
+    return wrap_model(
+        make_model(kind, dtype=dtype).cuda(), make_tokenizer(kind), name=f"tiny-{kind}"
+    )
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "bart"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_learning_on_the_card(kind: str, dtype: torch.dtype, tmp_path) -> None:
+    backbone = on_card(kind, dtype)
+    before = weights_sha256(backbone)
+    tuner = QTuner(backbone, mlp=True, mlp_hidden=8, retention="jsd", **SMALL)
+    for number in range(5):  # two of them evict, with retention
+        tuner.learn(make_task(f"task{number}", rows=10, seed=number), progress=False)
+    assert weights_sha256(backbone) == before
+    tuner.save_pretrained(tmp_path / "c")
+    loaded = QTuner.from_pretrained(tmp_path / "c", model=backbone)
+    texts, tasks = ["good soup", "bad"], ["task0", "task4"]
+    assert loaded.predict_proba(texts, tasks) == tuner.predict_proba(texts, tasks)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5"])
+def test_packed_equals_alone_on_the_card(kind: str) -> None:
+    backbone = on_card(kind, torch.float64)
+    packed, alone = make_lanes(backbone), make_lanes(backbone)
+    train_steps(backbone, packed, 20)
+    for lane in alone:
+        train_steps(backbone, [lane], 20)
+    for together, single in zip(packed, alone, strict=True):
+        for a, b in zip(leaves(together), leaves(single), strict=True):
+            assert (a - b).abs().max() < 1e-9
