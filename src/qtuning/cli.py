@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qtuning.cli_runs import parse_settings, run, validate
+from qtuning.cli_runs import parse_settings, report, run, validate
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
 
 app = typer.Typer(
@@ -236,6 +236,7 @@ def predict(
 
 
 app.command()(run)
+app.command()(report)
 app.command()(validate)
 
 

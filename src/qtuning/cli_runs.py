@@ -124,6 +124,46 @@ def validate(
         typer.echo(f"{file}: fine, {said}")
 
 
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of records, or result files.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="HTML, .md, .tex or .csv by its ending.")
+    ] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="Also save figures to this folder.")] = None,
+    figure_type: Annotated[str, typer.Option(help="png or svg.")] = "png",
+) -> None:
+    """Make one page of records, finished or not; it opens offline.
+
+    Examples:
+        `qtuning report runs -o report.html`
+
+        `qtuning report runs/order-09 -o table.tex --figures figures --figure-type svg`
+    """
+    from qtuning.files import write_atomic
+    from qtuning.report.export import save_figures, to_csv, to_latex, to_markdown
+    from qtuning.report.gather import gather
+    from qtuning.report.page import render_page
+    from qtuning.report.tables import group_runs
+
+    writers = {".md": to_markdown, ".tex": to_latex, ".csv": to_csv}
+    if output.suffix not in {".html", *writers}:
+        raise ConfigError(f"--output must end in .html, .md, .tex or .csv, got {output.name!r}.")
+    if figure_type not in ("png", "svg"):
+        raise ConfigError(f"--figure-type must be png or svg, got {figure_type!r}.")
+    records = gather(runs)
+    groups = group_runs(records.results)
+    text = render_page(records) if output.suffix == ".html" else writers[output.suffix](groups)
+    write_atomic(output, text.encode())
+    typer.echo(
+        f"{output}: {len(records.results)} finished runs, {len(records.unfinished)} unfinished"
+    )
+    for problem in records.unreadable:
+        typer.echo(f"not readable: {problem}", err=True)
+    if figures is not None:
+        for path in save_figures(groups, figures, figure_type):
+            typer.echo(str(path))
+
+
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """`name=value` pairs; a section before a dot (`train.epochs`) is allowed and ignored."""
     found: dict[str, Any] = {}

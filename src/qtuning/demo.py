@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ from qtuning.evaluation import (
 from qtuning.files import write_atomic
 from qtuning.methods import make_method
 from qtuning.progress import LearningBar
+from qtuning.records import memory
+from qtuning.report.gather import Records
+from qtuning.report.page import render_page
+from qtuning.runs import RunConfig, result_of
 from qtuning.seeding import numpy_generator
 from qtuning.snapshots import predict_log_probs
 from qtuning.stream_loop import StreamRun, run_stream
@@ -60,7 +65,7 @@ def run_demo(
     stream = get_stream("demo")
     _check_output(output, stream.tasks)
     tasks = [load_task(name) for name in stream.tasks]
-    began = time.perf_counter()
+    began, started = time.perf_counter(), datetime.now(UTC)
     console.print(
         f"[bold]One frozen model, {len(tasks)} tasks, 16 examples per class.[/bold] Loading {model} …"
     )
@@ -70,7 +75,7 @@ def run_demo(
             f"the demo needs an encoder, and {model!r} is a {tuner.backbone.family} model; use minilm."
         )
     before = weights_sha256(tuner.backbone)
-    result = _learn(tuner, tasks, console)
+    result, stored, costs = _learn(tuner, tasks, console)
     tuner.adopt(result.state)
     console.print(_matrix_table(result))
     with console.status("a linear probe on the same texts …"):
@@ -78,13 +83,21 @@ def run_demo(
     console.print(_summary_table(figures))
     _show_predictions(tuner, tasks, result, console)
     tuner.save_pretrained(output, overwrite=True)
+    page = output.with_name(f"{output.name}-report.html")
+    config = RunConfig(
+        stream.name, model=model, inner_rows=max(len(s.test) for s in result.splits.values())
+    )
+    settings = settings_dict(tuner.method_settings, tuner.train_settings)
+    facts = result_of(config.resolved(), result, tuner.backbone, settings, stored, costs, started)
+    write_atomic(page, render_page(Records([{**facts, "folder": str(output)}], [], [])).encode())
     if record:
         seconds = round(time.perf_counter() - began, 1)
         facts = {**figures, "seconds": seconds, "matrix": result.matrix[1:].tolist()}
         write_atomic(record, (json.dumps(facts, indent=1) + "\n").encode())
     console.print(
         f"\nThe collection (prompts of all tasks, not the model) is in [bold]{output}[/bold]. "
-        f"All of it took {time.perf_counter() - began:.0f} s. Try next:\n"
+        f"All of it took {time.perf_counter() - began:.0f} s.\n"
+        f"A page with the whole story: [bold]{page}[/bold]. Try next:\n"
         f'  qtuning predict {output} "the soup was fine, the bill was not" --task sentiment-restaurants\n'
         f"  qtuning show {output}\n"
         f"  qtuning learn {output} your-task.csv        [dim]# columns: text, label[/dim]",
@@ -103,20 +116,33 @@ def _check_output(output: Path, tasks: Sequence[str]) -> None:
             )
 
 
-def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamRun:
+def _learn(
+    tuner: QTuner, tasks: list[Task], console: Console
+) -> tuple[StreamRun, dict[str, Any], list[dict[str, Any]]]:
+    """Run the stream; also what a record keeps of each task, and what each cost."""
     queue_size = tuner.method_settings.queue_size
+    stored: dict[str, Any] = {}
+    costs: list[dict[str, Any]] = []
 
     def after_task(task: Task, runs: Sequence[StreamRun]) -> None:
         state = runs[0].state
         score = runs[0].matrix[runs[0].done, runs[0].done - 1]
         evicted = " · trimmed by PCA" if state.learnt > queue_size else ""
-        rows = len(state.snapshots[task.name].rows)
+        snapshot, queue = state.snapshots[task.name], state.queue
+        rows = len(snapshot.rows)
+        tensors = {
+            "rows": snapshot.rows,
+            "queue": queue.rows,
+            "prompt": queue.rows[-queue.prompt_length :],
+        }
+        stored[task.name] = (tensors, {"facts": snapshot.facts})
+        costs.append({"task": task.name, "seconds": runs[0].seconds[task.name], **memory()})
         console.print(
             f"  [green]✓[/green] {task.name:<22} test {score:6.1%}   {rows} prompt vectors[dim]{evicted}[/dim]"
         )
 
     with LearningBar(len(tasks), console) as bar:
-        return run_stream(
+        run = run_stream(
             tuner.method,
             tuner.backbone,
             tasks,
@@ -126,6 +152,7 @@ def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamRun:
             report=bar,
             after_task=after_task,
         )
+    return run, stored, costs
 
 
 def _matrix_table(result: StreamRun) -> Table:

@@ -189,14 +189,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
     digest = sha256_of(
         text.encode() + b"".join(kept[key].numpy().tobytes() for key in sorted(kept))
     )
-    _write(path, save_tensors(kept, metadata={"facts": text, "sha256": digest}))
+    # one key only: safetensors writes several in random order, and equal content must be equal bytes
+    record = json.dumps({"sha256": digest, "facts": text})
+    _write(path, save_tensors(kept, metadata={"record": record}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `write_tensors` wrote; a damaged file is refused."""
     try:
         with safe_open(path, framework="pt") as stream:
-            about = stream.metadata()
+            about = json.loads(stream.metadata()["record"])
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
         text = about["facts"]
         content = text.encode() + b"".join(tensors[k].numpy().tobytes() for k in sorted(tensors))

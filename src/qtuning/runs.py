@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
+from torch import Tensor
 
 from qtuning import __version__
 from qtuning.backbones import Backbone, load_backbone
@@ -162,9 +162,12 @@ def _run_pack(
     )
     for stream_run in runs:
         folder = folders[stream_run.seed]
-        facts = _result(
-            config, stream_run, backbone, settings_dict(method_settings, train), folder, began
-        )
+        stored = {
+            name: read_tensors(folder / "tasks" / f"{name}.safetensors")
+            for name in stream_run.tasks
+        }
+        settings = settings_dict(method_settings, train)
+        facts = result_of(config, stream_run, backbone, settings, stored, _costs(folder), began)
         write_json(folder / "result.json", facts)
 
 
@@ -180,20 +183,23 @@ def _check_config(folder: Path, config: RunConfig, seed: int) -> None:
         )
 
 
-def _result(
+def result_of(
     config: RunConfig,
     run: StreamRun,
     backbone: Backbone,
     settings: dict[str, Any],
-    folder: Path,
+    stored: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]],
+    costs: list[dict[str, Any]],
     began: datetime,
 ) -> dict[str, Any]:
-    """The record of a finished run; `docs/reference.md` describes each key."""
+    """The record of a finished run; `docs/reference.md` describes each key.
+
+    `stored` holds, for each task, its tensors (rows, queue, prompt) and the facts of its snapshot.
+    """
     matrix = run.matrix
     tasks = {}
     for j, name in enumerate(run.tasks):
-        tensors, stored = read_tensors(folder / "tasks" / f"{name}.safetensors")
-        facts = stored["facts"]
+        tensors, facts = stored[name][0], stored[name][1]["facts"]
         tasks[name] = {
             "score": matrix[-1, j],
             "when_learnt": matrix[j + 1, j],
@@ -229,8 +235,8 @@ def _result(
         "average_so_far": average_so_far(matrix),
         "matrix": to_json(matrix),
         "tasks": tasks,
-        "queue_keeps": _queue_keeps(folder, run),
-        "costs": _costs(folder),
+        "queue_keeps": _queue_keeps([stored[name][0] for name in run.tasks]),
+        "costs": costs,
         "versions": {
             "qtuning": __version__,
             "python": platform.python_version(),
@@ -249,12 +255,11 @@ def _costs(folder: Path) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["event"] == "task"]
 
 
-def _queue_keeps(folder: Path, run: StreamRun) -> list[list[float]]:
+def _queue_keeps(stored: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
     """Share of each task's own prompt that lies in the span of the queue, after each task.
 
     Entry [i][j]: of task j's prompt after task i + 1; 1 while it is in the queue whole, less after each trim.
     """
-    stored = [read_tensors(folder / "tasks" / f"{name}.safetensors")[0] for name in run.tasks]
     if "queue" not in stored[0]:
         return []
     found = []
@@ -266,6 +271,6 @@ def _queue_keeps(folder: Path, run: StreamRun) -> list[list[float]]:
         for j in range(i + 1):
             prompt = stored[j]["prompt"].double()
             inside = (prompt @ kept.T).square().sum() / prompt.square().sum()
-            row.append(round(float(np.clip(inside, 0, 1)), 4))
+            row.append(round(min(max(float(inside), 0.0), 1.0), 4))
         found.append(row)
     return found
