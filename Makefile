@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test check format models test-models test-gpu growth wheel-test clean
+.PHONY: setup demo test check format models test-models test-slow test-gpu growth wheel-test clean
 
 setup: $(VENV)/.ready            ## a virtual environment in the clone, with everything tests and demo need
 
@@ -36,6 +36,9 @@ models: setup                    ## the other two backbones that come without a 
 
 test-models: models              ## learning on real weights
 	$(BIN)/python -m pytest -q -m models tests
+
+test-slow: setup                 ## fifty kills, every stream
+	$(BIN)/python -m pytest -q -m slow tests
 
 test-gpu: setup                  ## what needs a CUDA card
 	$(BIN)/python -m pytest -q -m gpu tests

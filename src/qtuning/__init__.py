@@ -21,7 +21,7 @@ _PUBLIC = {
     "TrainSettings": "config",
     "load_backbone": "backbones",
     "wrap_model": "backbones",
-    "load_task": "streams",
+    "load_task": "data",
     "get_stream": "streams",
     "run_stream": "stream_loop",
     "make_method": "methods",
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from qtuning.backbones import wrap_model as wrap_model
     from qtuning.config import MethodSettings as MethodSettings
     from qtuning.config import TrainSettings as TrainSettings
+    from qtuning.data import load_task as load_task
     from qtuning.errors import QTuningError as QTuningError
     from qtuning.methods import make_method as make_method
     from qtuning.queue import PromptQueue as PromptQueue
     from qtuning.stream_loop import run_stream as run_stream
     from qtuning.streams import get_stream as get_stream
-    from qtuning.streams import load_task as load_task
     from qtuning.tasks import Split as Split
     from qtuning.tasks import Task as Task
     from qtuning.tuner import QTuner as QTuner

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from qtuning.cli_runs import parse_settings, report, run, validate
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
 
 app = typer.Typer(
@@ -22,7 +24,7 @@ app = typer.Typer(
 )
 # typer does not name this class and has moved it between versions
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-KINDS = ("methods", "models", "evictions", "streams", "tasks")
+KINDS = ("methods", "models", "evictions", "streams", "datasets", "tasks", "presets", "protocols")
 
 Collection = Annotated[Path, typer.Argument(help="Folder of the collection.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -155,7 +157,7 @@ def learn(
     task = read_task(file, name, text=text, text_b=text_b, label=label, split=split)
     given: dict[str, Any] = {"model": model, "method": method, "seed": seed, "dtype": dtype}
     given = {key: value for key, value in given.items() if value is not None}
-    chosen = _parse_settings(settings or [])
+    chosen = parse_settings(settings or [])
     make_settings(**chosen)
     if (collection / MANIFEST).exists():
         if given or chosen:
@@ -233,6 +235,11 @@ def predict(
             typer.echo(f"{label}\t{probabilities[label]:.3f}\t{shown}")
 
 
+app.command()(run)
+app.command()(report)
+app.command()(validate)
+
+
 @app.command("ls")
 def list_known(
     kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")],
@@ -257,27 +264,32 @@ def list_known(
 @app.command()
 def show(
     what: Annotated[
-        str,
-        typer.Argument(
-            help="A collection's folder, or the name of a method, stream, task or model."
-        ),
+        list[str],
+        typer.Argument(help="A collection's folder, or a name; its kind may stand before it."),
     ],
     as_json: AsJson = False,
 ) -> None:
     """Show a collection, or one registered thing.
 
-    Examples: `qtuning show demo-collection`, `qtuning show intent-bank`
+    Examples:
+        `qtuning show demo-collection`
+
+        `qtuning show stream order-09`
     """
-    if Path(what).exists():
-        _show_collection(Path(what), as_json)
+    name = what[-1]
+    if len(what) > 2 or (len(what) == 2 and f"{what[0]}s" not in KINDS):
+        raise ConfigError(unknown("kind", what[0], [kind.removesuffix("s") for kind in KINDS]))
+    kinds = [f"{what[0]}s"] if len(what) == 2 else list(KINDS)
+    if len(what) == 1 and Path(name).exists():
+        _show_collection(Path(name), as_json)
         return
-    for kind in KINDS:
+    for kind in kinds:
         for entry in _entries(kind):
-            if entry["name"] == what:
+            if entry["name"] == name:
                 _print_json({"kind": kind.removesuffix("s"), **entry})
                 return
-    names = [entry["name"] for kind in KINDS for entry in _entries(kind)]
-    raise ConfigError(unknown("name or folder", what, names))
+    names = [entry["name"] for kind in kinds for entry in _entries(kind)]
+    raise ConfigError(unknown("name or folder", name, names))
 
 
 @app.command()
@@ -319,15 +331,30 @@ def _entries(kind: str) -> list[dict[str, Any]]:
             {"name": name, "description": (rule.__doc__ or "").splitlines()[0]}
             for name, rule in EVICTIONS.items()
         ]
-    from qtuning.streams import list_cards, list_streams
+    if kind == "presets":
+        from qtuning.presets import list_presets
+
+        return [{"name": name, **entry} for name, entry in list_presets().items()]
+    if kind == "protocols":
+        from qtuning.protocols import PROTOCOLS
+
+        return [
+            {"name": name, "description": (rule.__doc__ or "").splitlines()[0]}
+            for name, rule in PROTOCOLS.items()
+        ]
+    from qtuning.streams import list_cards, list_streams, list_tasks
 
     if kind == "streams":
         return [
             {"name": s.name, "description": s.description, "tasks": s.tasks}
             for s in list_streams().values()
         ]
-    keys = ("name", "description", "group", "licence", "version", "labels", "label_words")
-    return [{key: card[key] for key in keys} for card in list_cards().values()]
+    if kind == "datasets":
+        return [asdict(card) for card in list_cards().values()]
+    return [
+        {"name": name, "description": card.description, "dataset": card.name, "labels": labels}
+        for name, (card, labels) in list_tasks().items()
+    ]
 
 
 def _show_collection(folder: Path, as_json: bool) -> None:
@@ -366,16 +393,6 @@ def _show_collection(folder: Path, as_json: bool) -> None:
             str(saved.versions[name]),
         )
     console.print(table)
-
-
-def _parse_settings(pairs: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--set takes name=value, got {pair!r}.")
-        found[name.strip()] = value.strip()
-    return found
 
 
 def _percent(value: float | None) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from qtuning import __version__
 from qtuning.backbones import weights_sha256
 from qtuning.collection import MANIFEST, check_target, read_collection
 from qtuning.config import settings_dict
+from qtuning.data import load_task
 from qtuning.errors import CollectionError, ConfigError
 from qtuning.evaluation import (
     average_score,
@@ -30,10 +32,14 @@ from qtuning.evaluation import (
 from qtuning.files import write_atomic
 from qtuning.methods import make_method
 from qtuning.progress import LearningBar
+from qtuning.records import memory
+from qtuning.report.gather import Records
+from qtuning.report.page import render_page
+from qtuning.runs import RunConfig, result_of
 from qtuning.seeding import numpy_generator
 from qtuning.snapshots import predict_log_probs
-from qtuning.stream_loop import StreamResult, run_stream
-from qtuning.streams import get_stream, load_task
+from qtuning.stream_loop import StreamRun, run_stream
+from qtuning.streams import get_stream
 from qtuning.tasks import Task
 from qtuning.tuner import QTuner
 
@@ -59,7 +65,7 @@ def run_demo(
     stream = get_stream("demo")
     _check_output(output, stream.tasks)
     tasks = [load_task(name) for name in stream.tasks]
-    began = time.perf_counter()
+    began, started = time.perf_counter(), datetime.now(UTC)
     console.print(
         f"[bold]One frozen model, {len(tasks)} tasks, 16 examples per class.[/bold] Loading {model} …"
     )
@@ -69,7 +75,7 @@ def run_demo(
             f"the demo needs an encoder, and {model!r} is a {tuner.backbone.family} model; use minilm."
         )
     before = weights_sha256(tuner.backbone)
-    result = _learn(tuner, tasks, console)
+    result, stored, costs = _learn(tuner, tasks, console)
     tuner.adopt(result.state)
     console.print(_matrix_table(result))
     with console.status("a linear probe on the same texts …"):
@@ -77,13 +83,21 @@ def run_demo(
     console.print(_summary_table(figures))
     _show_predictions(tuner, tasks, result, console)
     tuner.save_pretrained(output, overwrite=True)
+    page = output.with_name(f"{output.name}-report.html")
+    config = RunConfig(
+        stream.name, model=model, inner_rows=max(len(s.test) for s in result.splits.values())
+    )
+    settings = settings_dict(tuner.method_settings, tuner.train_settings)
+    facts = result_of(config.resolved(), result, tuner.backbone, settings, stored, costs, started)
+    write_atomic(page, render_page(Records([{**facts, "folder": str(output)}], [], [])).encode())
     if record:
         seconds = round(time.perf_counter() - began, 1)
         facts = {**figures, "seconds": seconds, "matrix": result.matrix[1:].tolist()}
         write_atomic(record, (json.dumps(facts, indent=1) + "\n").encode())
     console.print(
         f"\nThe collection (prompts of all tasks, not the model) is in [bold]{output}[/bold]. "
-        f"All of it took {time.perf_counter() - began:.0f} s. Try next:\n"
+        f"All of it took {time.perf_counter() - began:.0f} s.\n"
+        f"A page with the whole story: [bold]{page}[/bold]. Try next:\n"
         f'  qtuning predict {output} "the soup was fine, the bill was not" --task sentiment-restaurants\n'
         f"  qtuning show {output}\n"
         f"  qtuning learn {output} your-task.csv        [dim]# columns: text, label[/dim]",
@@ -102,18 +116,33 @@ def _check_output(output: Path, tasks: Sequence[str]) -> None:
             )
 
 
-def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
+def _learn(
+    tuner: QTuner, tasks: list[Task], console: Console
+) -> tuple[StreamRun, dict[str, Any], list[dict[str, Any]]]:
+    """Run the stream; also what a record keeps of each task, and what each cost."""
     queue_size = tuner.method_settings.queue_size
+    stored: dict[str, Any] = {}
+    costs: list[dict[str, Any]] = []
 
-    def after_task(task: Task, state: Any, score: float) -> None:
+    def after_task(task: Task, runs: Sequence[StreamRun]) -> None:
+        state = runs[0].state
+        score = runs[0].matrix[runs[0].done, runs[0].done - 1]
         evicted = " · trimmed by PCA" if state.learnt > queue_size else ""
-        rows = len(state.snapshots[task.name].rows)
+        snapshot, queue = state.snapshots[task.name], state.queue
+        rows = len(snapshot.rows)
+        tensors = {
+            "rows": snapshot.rows,
+            "queue": queue.rows,
+            "prompt": queue.rows[-queue.prompt_length :],
+        }
+        stored[task.name] = (tensors, {"facts": snapshot.facts})
+        costs.append({"task": task.name, "seconds": runs[0].seconds[task.name], **memory()})
         console.print(
             f"  [green]✓[/green] {task.name:<22} test {score:6.1%}   {rows} prompt vectors[dim]{evicted}[/dim]"
         )
 
     with LearningBar(len(tasks), console) as bar:
-        return run_stream(
+        run = run_stream(
             tuner.method,
             tuner.backbone,
             tasks,
@@ -123,9 +152,10 @@ def _learn(tuner: QTuner, tasks: list[Task], console: Console) -> StreamResult:
             report=bar,
             after_task=after_task,
         )
+    return run, stored, costs
 
 
-def _matrix_table(result: StreamResult) -> Table:
+def _matrix_table(result: StreamRun) -> Table:
     """Scores after each task: read a column downwards to see whether a task was forgotten."""
     table = Table(
         title="\nScore on task 1, 2, … (column) after learning one more task (row), in %",
@@ -152,7 +182,7 @@ def _cell(value: float, bold: bool) -> Styled:
     )
 
 
-def _figures(tuner: QTuner, tasks: list[Task], result: StreamResult, before: str) -> dict[str, Any]:
+def _figures(tuner: QTuner, tasks: list[Task], result: StreamRun, before: str) -> dict[str, Any]:
     """Everything the summary says, with what a reader needs to judge it."""
     splits = [result.splits[name] for name in result.tasks]
     return {
@@ -192,7 +222,7 @@ def _summary_table(figures: dict[str, Any]) -> Table:
     return table
 
 
-def _probe_score(tuner: QTuner, task: Task, result: StreamResult) -> float:
+def _probe_score(tuner: QTuner, task: Task, result: StreamRun) -> float:
     probe = make_method("linear-probe", tuner.backbone, tuner.method_settings, tuner.train_settings)
     split = result.splits[task.name]
     snapshot = probe.learn(probe.start(tuner.seed), task, split).snapshots[task.name]
@@ -201,7 +231,7 @@ def _probe_score(tuner: QTuner, task: Task, result: StreamResult) -> float:
 
 
 def _show_predictions(
-    tuner: QTuner, tasks: list[Task], result: StreamResult, console: Console
+    tuner: QTuner, tasks: list[Task], result: StreamRun, console: Console
 ) -> None:
     """One test text of each task, drawn at random: right or wrong, a person can judge."""
     texts, golds = [], []

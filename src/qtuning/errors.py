@@ -26,6 +26,10 @@ class CollectionError(QTuningError, RuntimeError):
     """A saved collection that cannot be read or written."""
 
 
+class RecordError(QTuningError, RuntimeError):
+    """A run's folder that cannot be read or written."""
+
+
 class TrainingError(QTuningError, RuntimeError):
     """Training that cannot go on."""
 

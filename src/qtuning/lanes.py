@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -78,7 +78,14 @@ class Progress:
     best: float | None
 
 
+FitState = tuple[dict[str, Tensor], dict[str, Any]]
+"""Where one lane stands: tensors, and JSON for the rest."""
 Report = Callable[[Progress], None]
+Checkpoint = Callable[[list[FitState]], None]
+
+
+RESUMED = ("epoch", "step", "pending", "losses", "best", "best_epoch", "latest", "stale", "done")
+"""The plain values of a lane's training."""
 
 
 @dataclass
@@ -108,6 +115,39 @@ class _Fit:
         batch, self.pending = self.pending[:size], self.pending[size:]
         return batch
 
+    def export(self) -> FitState:
+        """Everything that continuing needs."""
+        tensors = {f"parameter.{i}": t.detach() for i, t in enumerate(self.parameters)}
+        if self.best_state is not None:
+            tensors |= {f"best.{i}": tensor for i, tensor in enumerate(self.best_state)}
+        for o, optimiser in enumerate(self.optimisers):
+            for i, entry in optimiser.state_dict()["state"].items():
+                tensors |= {f"adam.{o}.{i}.{key}": tensor for key, tensor in entry.items()}
+        tensors["order"] = self.lane.order.get_state()
+        return tensors, {name: getattr(self, name) for name in RESUMED}
+
+    def restore(self, saved: FitState) -> None:
+        """Stand where an exported lane stood."""
+        tensors, facts = saved
+        for name in RESUMED:
+            setattr(self, name, facts[name])
+        self.best = tuple(facts["best"])
+        with torch.no_grad():
+            for i, parameter in enumerate(self.parameters):
+                parameter.copy_(tensors[f"parameter.{i}"])
+        if "best.0" in tensors:
+            best = [tensors[f"best.{i}"] for i in range(len(self.parameters))]
+            self.best_state = [b.to(p.device) for b, p in zip(best, self.parameters, strict=True)]
+        for o, optimiser in enumerate(self.optimisers):
+            state = optimiser.state_dict()
+            state["state"] = {}
+            for key, tensor in tensors.items():
+                if key.startswith(f"adam.{o}."):
+                    _, _, number, part = key.split(".")
+                    state["state"].setdefault(int(number), {})[part] = tensor.clone()
+            optimiser.load_state_dict(state)
+        self.lane.order.set_state(tensors["order"].cpu())
+
     def keep(self, quality: tuple[float, float]) -> None:
         self.latest = quality[0]
         if self.best_state is None or quality > self.best:
@@ -122,8 +162,18 @@ def fit_lanes(
     lanes: Sequence[Lane],
     settings: TrainSettings,
     report: Report | None = None,
+    checkpoint: Checkpoint | None = None,
+    resume: Sequence[FitState] | None = None,
 ) -> list[dict[str, float]]:
     """Train every lane on its task and leave it in its best state by validation.
+
+    Args:
+        backbone: The frozen model.
+        lanes: What is trained, together.
+        settings: How.
+        report: Called for each lane after each of its epochs.
+        checkpoint: Called whenever lanes end an epoch, with all that continuing needs.
+        resume: What an earlier `checkpoint` was given; training goes on from there, bit for bit.
 
     Returns:
         For each lane its best epoch, validation score and last training loss.
@@ -132,6 +182,8 @@ def fit_lanes(
         TrainingError: When a loss is not finite; names task, epoch, step and lane.
     """
     fits = [_begin(lane, settings) for lane in lanes]
+    for fit, saved in zip(fits, resume or (), strict=bool(resume)):
+        fit.restore(saved)
     while active := [fit for fit in fits if not fit.done]:
         _step(backbone, [(fit, fit.next_batch()) for fit in active])
         ended = [fit for fit in active if not fit.pending]
@@ -144,6 +196,8 @@ def fit_lanes(
             fit.losses.clear()
             stopped = 0 < settings.patience <= fit.stale
             fit.done = stopped or fit.epoch >= settings.epochs
+        if checkpoint and ended:
+            checkpoint([fit.export() for fit in fits])
     return [_finish(fit) for fit in fits]
 
 

@@ -58,6 +58,13 @@ class Snapshot:
         return Answerer(self.rows.to(backbone.device), backbone.answers(words), head)
 
 
+def added(snapshots: dict[str, Snapshot], new: Snapshot) -> dict[str, Snapshot]:
+    """The snapshots and one more, newest last; the mapping given stays as it is."""
+    extended = snapshots.copy()
+    extended[new.card.name] = new
+    return extended
+
+
 def predict_log_probs(backbone: Backbone, snapshot: Snapshot, texts: Sequence[Text]) -> Tensor:
     """Log-probabilities [texts, labels] of one task; the same bytes whenever it is asked."""
     answerer = snapshot.answerer(backbone)

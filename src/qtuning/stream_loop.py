@@ -1,10 +1,13 @@
-"""The loop: for each task of a stream, learn it, score what was learnt so far, keep the row."""
+"""The loop: for each task of a stream, learn it, score what was learnt so far, keep the row.
+
+Several runs of a stream (its seeds) go through it together, as lanes of one pack; one run is a pack of one.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,10 @@ from torch import Tensor
 from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
 from qtuning.errors import ConfigError, unknown
-from qtuning.evaluation import Matrix, score_predictions
-from qtuning.lanes import Report
+from qtuning.evaluation import Matrix, score_parts, score_predictions
+from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import Method
+from qtuning.protocols import make_split
 from qtuning.seeding import numpy_generator
 from qtuning.snapshots import Snapshot, TaskCard, predict_log_probs
 from qtuning.tasks import Rows, Split, Task
@@ -26,77 +30,190 @@ INNER_CELL_ROWS = 64
 EVALUATE_WITH = ("snapshot", "current")
 
 
-@dataclass(frozen=True)
-class StreamResult:
-    """What one run of a stream leaves: the last state and the measured score matrix."""
+@dataclass
+class StreamRun:
+    """One run of a stream: where it stands, and what it measured so far."""
 
+    seed: int
     tasks: tuple[str, ...]
+    splits: dict[str, Split]
     state: Any
     matrix: Matrix
     """R[i, j] of shape [tasks + 1, tasks]; nan where nothing was measured."""
-    unchanged: dict[str, bool]
+    sampled: Matrix
+    """The same with every cell of a column on the same few rows, so that cells can be compared."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For each task every metric of its own, on its test rows, when the stream ended."""
+    when_learnt: dict[str, Tensor] = field(default_factory=dict)
+    """Log-probabilities of the test rows when a task was learnt."""
+    unchanged: dict[str, bool] = field(default_factory=dict)
     """For each task whether its scores at the end are, byte for byte, those when it was learnt."""
-    seconds: dict[str, float]
-    splits: dict[str, Split]
+    done: int = 0
+    """Tasks learnt and scored."""
 
 
-def run_stream(
+class Journal:
+    """What keeps a pack's progress; this one keeps nothing. See `records.RunJournal`."""
+
+    def resume(self, runs: Sequence[StreamRun]) -> list[FitState] | None:
+        """Put the runs where they stood; the lanes' training, if a task was under way."""
+        return None
+
+    def epoch(self, runs: Sequence[StreamRun], fits: list[FitState]) -> None:
+        """All lanes ended an epoch."""
+
+    def task(self, runs: Sequence[StreamRun], task: Task) -> None:
+        """All runs learnt and scored a task."""
+
+
+def run_streams(
     method: Method,
     backbone: Backbone,
     tasks: Sequence[Task],
     train: TrainSettings,
     *,
-    seed: int = 0,
+    seeds: Sequence[int] = (0,),
+    protocol: str = "given",
+    test_limit: int = 0,
     evaluate_with: str = "snapshot",
     inner_rows: int | None = INNER_CELL_ROWS,
     report: Report | None = None,
-    after_task: Callable[[Task, Any, float], None] | None = None,
-) -> StreamResult:
+    after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
+    journal: Journal | None = None,
+) -> list[StreamRun]:
     """Learn the tasks one after another and measure every earlier one again each time.
 
     Args:
         method: What learns.
         backbone: The frozen model it learns on.
         tasks: The stream.
-        train: For the few-shot split; the method has its own copy.
-        seed: Of the run: splits, initialisation and data order.
+        train: For the split; the method has its own copy.
+        seeds: One run each: splits, initialisation and data order.
+        protocol: Which rows train, validate and test; see `protocols`.
+        test_limit: Test rows per class at most; 0 takes all.
         evaluate_with: `snapshot` answers each task with its own finished vectors; `current` is the
             diagnostic that answers all of them with today's shared prefix and queue.
         inner_rows: Test rows of the cells that neither the diagonal nor the last row needs; None for all.
-        report: Called after every epoch.
-        after_task: Called with each finished task, the state and its test score.
+        report: Called after every epoch of every lane.
+        after_task: Called with each finished task and the runs.
+        journal: Keeps the progress on disk, so that a killed pack can go on.
     """
     if evaluate_with not in EVALUATE_WITH:
         raise ConfigError(unknown("evaluation mode", evaluate_with, EVALUATE_WITH))
-    names = tuple(task.name for task in tasks)
-    splits = {task.name: task.split(train.shots, seed, train.validation_limit) for task in tasks}
-    matrix = np.full((len(tasks) + 1, len(tasks)), np.nan)
-    when_learnt: dict[str, Tensor] = {}
-    unchanged: dict[str, bool] = {}
-    seconds: dict[str, float] = {}
-    state = method.start(seed)
-    _measure_untaught(matrix, 0, backbone, state, tasks, splits, inner_rows)
-    for i, task in enumerate(tasks, start=1):
+    journal = journal or Journal()
+    runs = [_begin(method, tasks, train, seed, protocol, test_limit) for seed in seeds]
+    fits = journal.resume(runs)
+    if runs[0].done == 0 and fits is None:
+        for run in runs:
+            _measure_untaught(run, 0, backbone, tasks, inner_rows)
+    for i, task in list(enumerate(tasks, start=1))[runs[0].done :]:
         began = time.perf_counter()
-        state = method.learn(state, task, splits[task.name], report)
-        seconds[task.name] = time.perf_counter() - began
-        is_last = i == len(tasks)
-        for j, earlier in enumerate(tasks[:i]):
-            whole = is_last or j == i - 1
-            rows = splits[earlier.name].test
-            rows = rows if whole else _sample(rows, earlier.name, inner_rows)
-            snapshot = _view(state, earlier.name, evaluate_with)
-            found = predict_log_probs(backbone, snapshot, rows.texts)
-            matrix[i, j] = _score(earlier, rows, found)
-            if j == i - 1:
-                when_learnt[earlier.name] = found
-            if is_last:
-                again = predict_log_probs(backbone, snapshot, rows.texts) if j == i - 1 else found
-                unchanged[earlier.name] = torch.equal(again, when_learnt[earlier.name])
-        _measure_untaught(matrix, i, backbone, state, tasks[i : i + 1], splits, inner_rows)
+        _learn(method, backbone, runs, task, train, report, journal, fits)
+        fits = None
+        for run in runs:
+            run.seconds[task.name] = (time.perf_counter() - began) / len(runs)
+            _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows)
+            _measure_untaught(run, i, backbone, tasks[i : i + 1], inner_rows)
+            run.done = i
+        journal.task(runs, task)
         if after_task:
-            after_task(task, state, matrix[i, i - 1])
-    return StreamResult(names, state, matrix, unchanged, seconds, splits)
+            after_task(task, runs)
+    return runs
+
+
+def run_stream(*args: Any, seed: int = 0, **options: Any) -> StreamRun:
+    """`run_streams` for a single seed."""
+    return run_streams(*args, seeds=(seed,), **options)[0]
+
+
+def _begin(
+    method: Method,
+    tasks: Sequence[Task],
+    train: TrainSettings,
+    seed: int,
+    protocol: str,
+    test_limit: int,
+) -> StreamRun:
+    splits = {
+        task.name: make_split(protocol, task, train.shots, seed, train.validation_limit, test_limit)
+        for task in tasks
+    }
+    matrix = np.full((len(tasks) + 1, len(tasks)), np.nan)
+    names = tuple(task.name for task in tasks)
+    return StreamRun(seed, names, splits, method.start(seed), matrix, matrix.copy())
+
+
+def _learn(
+    method: Any,
+    backbone: Backbone,
+    runs: Sequence[StreamRun],
+    task: Task,
+    train: TrainSettings,
+    report: Report | None,
+    journal: Journal,
+    fits: list[FitState] | None,
+) -> None:
+    """One more task for every run: as lanes of a pack, or one by one for methods without lanes."""
+    if not hasattr(method, "lane"):
+        for run in runs:
+            run.state = method.learn(run.state, task, run.splits[task.name], report)
+        return
+    lanes = [method.lane(run.state, task, run.splits[task.name]) for run in runs]
+    facts = fit_lanes(
+        backbone,
+        lanes,
+        train,
+        report,
+        checkpoint=lambda now: journal.epoch(runs, now),
+        resume=fits,
+    )
+    for run, lane, found in zip(runs, lanes, facts, strict=True):
+        run.state = lane.finish(found)
+
+
+def _measure_taught(
+    run: StreamRun,
+    i: int,
+    backbone: Backbone,
+    tasks: Sequence[Task],
+    evaluate_with: str,
+    inner_rows: int | None,
+) -> None:
+    """Row i of the matrix up to its diagonal."""
+    is_last = i == len(tasks)
+    for j, task in enumerate(tasks[:i]):
+        rows = run.splits[task.name].test
+        sample = _sample_places(len(rows), task.name, inner_rows)
+        whole = is_last or j == i - 1
+        rows = rows if whole else rows.at(sample)
+        snapshot = _view(run.state, task.name, evaluate_with)
+        found = predict_log_probs(backbone, snapshot, rows.texts)
+        run.matrix[i, j] = _score(task, rows, found)
+        run.sampled[i, j] = (
+            _score(task, rows.at(sample), found[sample]) if whole else run.matrix[i, j]
+        )
+        if j == i - 1:
+            run.when_learnt[task.name] = found
+        if is_last:
+            again = predict_log_probs(backbone, snapshot, rows.texts) if j == i - 1 else found
+            run.unchanged[task.name] = torch.equal(again, run.when_learnt[task.name])
+            guess = found.argmax(dim=-1).tolist()
+            run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
+
+
+def _measure_untaught(
+    run: StreamRun, i: int, backbone: Backbone, tasks: Sequence[Task], inner_rows: int | None
+) -> None:
+    """Scores of tasks not yet learnt, with what earlier ones left; an encoder has no head for them yet."""
+    if backbone.needs_head or not hasattr(run.state, "current_layout"):
+        return
+    for column, task in enumerate(tasks, start=i):
+        rows = run.splits[task.name].test
+        rows = rows.at(_sample_places(len(rows), task.name, inner_rows))
+        untaught = Snapshot(TaskCard.of(task), run.state.current_layout())
+        found = predict_log_probs(backbone, untaught, rows.texts)
+        run.matrix[i, column] = _score(task, rows, found)
 
 
 def _view(state: Any, name: str, evaluate_with: str) -> Snapshot:
@@ -110,31 +227,12 @@ def _view(state: Any, name: str, evaluate_with: str) -> Snapshot:
     return replace(snapshot, rows=state.current_layout())
 
 
-def _measure_untaught(
-    matrix: Matrix,
-    row: int,
-    backbone: Backbone,
-    state: Any,
-    tasks: Sequence[Task],
-    splits: dict[str, Split],
-    inner_rows: int | None,
-) -> None:
-    """Scores of tasks not yet learnt, with what earlier ones left; an encoder has no head for them yet."""
-    if backbone.needs_head or not hasattr(state, "current_layout"):
-        return
-    for column, task in enumerate(tasks, start=row):
-        rows = _sample(splits[task.name].test, task.name, inner_rows)
-        untaught = Snapshot(TaskCard.of(task), state.current_layout())
-        found = predict_log_probs(backbone, untaught, rows.texts)
-        matrix[row, column] = _score(task, rows, found)
-
-
 def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:
-    return score_predictions(task.metric, rows.labels, log_probs.argmax(dim=-1).tolist())
+    guess = log_probs.argmax(dim=-1).tolist()
+    return score_predictions(task.metric, rows.labels, guess, rows.groups)
 
 
-def _sample(rows: Rows, name: str, size: int | None) -> Rows:
+def _sample_places(count: int, name: str, size: int | None) -> list[int]:
     """The same rows of a task in every run."""
-    order = numpy_generator("inner-cells", name).permutation(len(rows))[:size]
-    kept = sorted(order.tolist())
-    return Rows(tuple(rows.texts[i] for i in kept), tuple(rows.labels[i] for i in kept))
+    order = numpy_generator("inner-cells", name).permutation(count)[:size]
+    return sorted(order.tolist())

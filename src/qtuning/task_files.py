@@ -39,7 +39,7 @@ def read_task(
     file = Path(path)
     if not file.is_file():
         raise TaskError(f"there is no file {str(path)!r}; check the path.")
-    records = _read_records(file)
+    records = read_records(file)
     if not records:
         raise TaskError(f"{file.name} has no rows; give at least two per class.")
     return _task_from_records(
@@ -101,7 +101,8 @@ def _task_from_records(
     )
 
 
-def _read_records(file: Path) -> list[dict[str, Any]]:
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The rows of a table, each a mapping of column to value."""
     ending = file.suffix.lower()
     if ending not in ENDINGS:
         raise TaskError(f"{file.name}: cannot read {ending or 'a file without ending'!r}; "

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from qtuning.errors import TaskError
+from qtuning.evaluation import METRICS
 from qtuning.seeding import numpy_generator
 
 if TYPE_CHECKING:
@@ -40,9 +41,18 @@ class Rows:
 
     texts: tuple[Text, ...]
     labels: tuple[int, ...]
+    groups: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def at(self, places: Sequence[int]) -> Rows:
+        """The rows at these places."""
+        return Rows(
+            tuple(self.texts[i] for i in places),
+            tuple(self.labels[i] for i in places),
+            None if self.groups is None else tuple(self.groups[i] for i in places),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,8 @@ class Task:
         label_names: All labels, in order; by default those that occur, sorted.
         label_words: What a generative model should answer for each label (verbaliser); by default
             the label name with spaces for underscores.
-        metric: Name of the score, `accuracy` or `macro-f1`.
+        metric: Name of the score, e.g. `accuracy` or `accuracy+f1` (the mean of both).
+        groups: For each text what it belongs to (the question of an answer), for `exact-match`.
         splits: For each text `train`, `validation` or `test`, where the division is given.
         description: One line for people.
     """
@@ -83,14 +94,16 @@ class Task:
     label_words: Mapping[str, str] | None = None
     metric: str = "accuracy"
     splits: Sequence[str] | None = None
+    groups: Sequence[str] | None = None
     description: str = ""
     label_ids: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_task_name(self.name)
-        if self.metric not in METRICS:
+        if not self.metric or any(part not in METRICS for part in self.metric.split("+")):
             raise TaskError(
-                f"task {self.name!r}: metric must be one of {', '.join(METRICS)}; got {self.metric!r}."
+                f"task {self.name!r}: metric must be one of {', '.join(METRICS)}, or some joined by +; "
+                f"got {self.metric!r}."
             )
         if len(self.texts) != len(self.labels):
             raise TaskError(
@@ -190,21 +203,18 @@ class Task:
                          "validation and test")  # fmt: skip
         if not parts["validation"]:
             notes.append("no rows are left for validation: the last state of training is kept")
-        train, validation, test = (self._rows(sorted(parts[name])) for name in SPLIT_NAMES)
+        train, validation, test = (self.pick(sorted(parts[name])) for name in SPLIT_NAMES)
         return Split(train, validation, test, tuple(notes))
 
     def rows(self, part: str = "all") -> Rows:
         """All rows, or those marked train, validation or test."""
         marks = self.splits or ["all"] * len(self.texts)
-        return self._rows([i for i, mark in enumerate(marks) if part in ("all", mark)])
+        return self.pick([i for i, mark in enumerate(marks) if part in ("all", mark)])
 
-    def _rows(self, indices: list[int]) -> Rows:
-        return Rows(
-            tuple(self.texts[i] for i in indices), tuple(self.label_ids[i] for i in indices)
-        )
-
-
-METRICS = ("accuracy", "macro-f1")
+    def pick(self, places: Sequence[int]) -> Rows:
+        """The rows at these places."""
+        groups = None if self.groups is None else tuple(map(str, self.groups))
+        return Rows(tuple(self.texts), self.label_ids, groups).at(places)
 
 
 def _share_out(

@@ -42,7 +42,7 @@ def test_the_starter_tasks_are_neither_trivial_nor_hopeless() -> None:
     backbone = load_backbone("minilm", device="cpu")
     probe = make_method("linear-probe", backbone, *make_settings())
     scores = {}
-    for name in list_cards():
+    for name in [card.name for card in list_cards().values() if card.file]:
         task = load_task(name)
         split = task.split(16)
         snapshot = probe.learn(probe.start(0), task, split).snapshots[name]

@@ -30,7 +30,7 @@ PATH_TO_A_SCORE = LIGHT | {
     "huggingface_hub",
     "jinja2",
 }
-EDGES = {"cli.py", "sources.py", "task_files.py"}
+EDGES = {"cli.py", "cli_runs.py", "sources.py", "task_files.py", "data.py"}
 
 
 def imports_of(file: Path, everywhere: bool) -> set[str]:

@@ -19,7 +19,7 @@ from qtuning.evaluation import score_predictions
 from qtuning.lanes import Report
 from qtuning.methods import MethodInfo, register
 from qtuning.scoring import BATCH_TOKENS, batches_by_length
-from qtuning.snapshots import Snapshot, TaskCard
+from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task, Text
 
 PENALTIES = (10.0, 1.0, 0.1, 0.01)
@@ -69,7 +69,7 @@ class LinearProbe:
         head = Head(head.weight.to(dtype), head.bias.to(dtype))
         empty = torch.zeros(0, self.backbone.embed_dim)
         snapshot = Snapshot(TaskCard.of(task), empty, head, {"split": split.sizes, "rows": 0})
-        return ProbeState({**state.snapshots, task.name: snapshot})
+        return ProbeState(added(state.snapshots, snapshot))
 
     def pack(self, state: ProbeState) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Nothing beside the snapshots."""

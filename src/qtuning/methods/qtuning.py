@@ -33,7 +33,7 @@ from qtuning.prompts import ResidualMLP, compose, sample_vocabulary_rows
 from qtuning.queue import PromptQueue
 from qtuning.scoring import BATCH_TOKENS, Answerer, batches_by_length
 from qtuning.seeding import torch_generator
-from qtuning.snapshots import Snapshot, TaskCard
+from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task
 
 
@@ -359,7 +359,7 @@ class QTuningLane:
             shared_mlp={k: t.detach().cpu().clone() for k, t in mlp.state_dict().items()} if mlp else {},
             last_layout=layout,
             learnt=state.learnt + 1,
-            snapshots={**state.snapshots, self.task: snapshot},
+            snapshots=added(state.snapshots, snapshot),
         )  # fmt: skip
 
 

@@ -1,0 +1,287 @@
+"""The commands of researchers: run a stream, validate a file. Registered in `cli.py`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from qtuning.errors import ConfigError
+from qtuning.streams import get_stream, read_card, read_stream, read_yaml
+
+SHOWN = ("auto", "quiet", "json")
+
+
+def run(
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML of a run; flags below override it.")
+    ] = None,
+    stream: Annotated[
+        str | None, typer.Option(help="A stream, see `qtuning ls streams`, or a YAML file.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="See `qtuning ls methods`.")] = None,
+    model: Annotated[str | None, typer.Option(help="Short name, hub id or folder.")] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="Training examples per class; 0 for all.")
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="One or several, e.g. '0 1 2' or '0,1,2'.")] = "0",
+    protocol: Annotated[str | None, typer.Option(help="progprompt, paper or given.")] = None,
+    preset: Annotated[str | None, typer.Option(help="See `qtuning ls presets`.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    test_limit: Annotated[str | None, typer.Option(help="Test rows per class, or 'all'.")] = None,
+    evaluate_with: Annotated[
+        str | None, typer.Option(help="snapshot, or current (diagnostic).")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting, e.g. train.epochs=30 or queue_size=5."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of Parquet files; QTUNING_DATA by default.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where the records lie.")] = Path("runs"),
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
+    show: Annotated[
+        str, typer.Option(help="auto (live), quiet, or json (a line per event).")
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and an estimate; learn nothing.")
+    ] = False,
+) -> None:
+    """Run a method on a stream; the same command again goes on where it was stopped.
+
+    Examples:
+        `qtuning run --stream demo --method q-tuning --seeds "0 1 2"`
+
+        `qtuning run --stream order-09 --shots 20 --model minilm --preset minilm --data DIR --dry-run`
+    """
+    from qtuning.runs import RunConfig, read_run_config
+    from qtuning.runs import run as run_config
+
+    flags: dict[str, Any] = {
+        "stream": stream, "method": method, "model": model, "protocol": protocol, "preset": preset,
+        "dtype": dtype, "evaluate_with": evaluate_with,
+    }  # fmt: skip
+    raw = read_yaml(config) if config else {}
+    raw |= {key: value for key, value in flags.items() if value is not None}
+    if test_limit is not None:
+        raw["test_limit"] = 0 if test_limit == "all" else _whole(test_limit, "--test-limit")
+    chosen = dict(raw.get("settings") or {})
+    if shots is not None:
+        chosen["shots"] = shots
+    raw["settings"] = chosen | parse_settings(settings or [])
+    if show not in SHOWN:
+        raise ConfigError(f"--show must be one of {', '.join(SHOWN)}, got {show!r}.")
+    wanted: RunConfig = read_run_config(raw, str(config or "the flags")).resolved()
+    numbers = _seeds(seeds)
+    if dry_run:
+        _print_plan(wanted, numbers, data, device, output)
+        return
+    display = _Display(show, wanted, numbers)
+    with display:
+        found = run_config(
+            wanted,
+            numbers,
+            output,
+            data=data,
+            device=device,
+            report=display.epoch,
+            after_task=display.task,
+            started=display.started,
+        )
+    display.results(found, output)
+
+
+def validate(
+    files: Annotated[
+        list[Path], typer.Argument(help="YAML files: streams, data set cards or runs.")
+    ],
+) -> None:
+    """Check YAML files of streams, data sets and runs.
+
+    Example: `qtuning validate my-stream.yaml`
+    """
+    from qtuning.runs import read_run_config
+
+    for file in files:
+        raw = read_yaml(file)
+        if "tasks" in raw:
+            found = read_stream(raw, file.name)
+            said = f"stream {found.name!r} with {len(found.tasks)} tasks"
+        elif "labels" in raw:
+            card = read_card(raw, file.name)
+            said = f"data set {card.name!r} with {len(card.labels)} labels"
+        else:
+            config = read_run_config(raw, file.name).resolved()
+            said = f"run of {config.method!r} on {config.stream!r}, hash {config.short_hash()}"
+        typer.echo(f"{file}: fine, {said}")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of records, or result files.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="HTML, .md, .tex or .csv by its ending.")
+    ] = Path("report.html"),
+    figures: Annotated[Path | None, typer.Option(help="Also save figures to this folder.")] = None,
+    figure_type: Annotated[str, typer.Option(help="png or svg.")] = "png",
+) -> None:
+    """Make one page of records, finished or not; it opens offline.
+
+    Examples:
+        `qtuning report runs -o report.html`
+
+        `qtuning report runs/order-09 -o table.tex --figures figures --figure-type svg`
+    """
+    from qtuning.files import write_atomic
+    from qtuning.report.export import save_figures, to_csv, to_latex, to_markdown
+    from qtuning.report.gather import gather
+    from qtuning.report.page import render_page
+    from qtuning.report.tables import group_runs
+
+    writers = {".md": to_markdown, ".tex": to_latex, ".csv": to_csv}
+    if output.suffix not in {".html", *writers}:
+        raise ConfigError(f"--output must end in .html, .md, .tex or .csv, got {output.name!r}.")
+    if figure_type not in ("png", "svg"):
+        raise ConfigError(f"--figure-type must be png or svg, got {figure_type!r}.")
+    records = gather(runs)
+    groups = group_runs(records.results)
+    text = render_page(records) if output.suffix == ".html" else writers[output.suffix](groups)
+    write_atomic(output, text.encode())
+    typer.echo(
+        f"{output}: {len(records.results)} finished runs, {len(records.unfinished)} unfinished"
+    )
+    for problem in records.unreadable:
+        typer.echo(f"not readable: {problem}", err=True)
+    if figures is not None:
+        for path in save_figures(groups, figures, figure_type):
+            typer.echo(str(path))
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """`name=value` pairs; a section before a dot (`train.epochs`) is allowed and ignored."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set takes name=value, got {pair!r}.")
+        found[name.strip().split(".")[-1]] = value.strip()
+    return found
+
+
+def _seeds(text: str) -> list[int]:
+    seeds = [_whole(word, "--seeds") for word in text.replace(",", " ").split()]
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise ConfigError(f"--seeds must be one or several different whole numbers, got {text!r}.")
+    return seeds
+
+
+def _whole(text: str, flag: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{flag} must be a whole number, got {text!r}.") from None
+
+
+def _print_plan(
+    config: Any, seeds: Sequence[int], data: str | None, device: str | None, output: Path
+) -> None:
+    """What would be run, with sizes, and an estimate from a few real training steps."""
+    from qtuning.estimate import estimate
+    from qtuning.runs import run_folder
+
+    plan = estimate(config, seeds, data, device)
+    console = Console()
+    console.print(
+        f"[bold]{config.method}[/bold] on [bold]{config.stream}[/bold], {config.model}, seeds {list(seeds)}"
+    )
+    table = Table("task", "classes", "train", "validation", "test", "steps")
+    for row in plan["tasks"]:
+        table.add_row(
+            *(str(row[key]) for key in ("name", "classes", "train", "validation", "test", "steps"))
+        )
+    console.print(table)
+    for seed in seeds:
+        console.print(f"record: {run_folder(output, config, seed)}")
+    console.print(
+        f"one step of {len(seeds)} lanes takes {plan['step_seconds']:.3f} s here; about "
+        f"{plan['seconds'] / 60:.0f} minutes for all, and {plan['memory_mib']:.0f} MiB of memory."
+    )
+
+
+class _Display:
+    """Progress for people, silence, or a JSON line per event."""
+
+    def __init__(self, show: str, config: Any, seeds: Sequence[int]):
+        from qtuning.progress import LearningBar
+
+        self.show, self.config, self.seeds = show, config, list(seeds)
+        count = len(get_stream(config.stream).tasks) * len(self.seeds)
+        self.console = Console(stderr=show == "json", quiet=show == "quiet")
+        self.bar = LearningBar(count, self.console, quiet=show != "auto")
+        self.began = time.perf_counter()
+
+    def __enter__(self) -> _Display:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.__exit__(*error)
+
+    def started(self, backbone: Any, tasks: Sequence[Any]) -> None:
+        if self.show == "json":
+            self._line(
+                {
+                    "event": "start",
+                    "tasks": [task.name for task in tasks],
+                    "backbone": backbone.name,
+                }
+            )
+        elif self.show == "auto":
+            self.console.print(
+                f"{self.config.method} on {self.config.stream}: {len(tasks)} tasks, seeds {self.seeds}, "
+                f"{backbone.name} on {backbone.device}"
+            )
+
+    def epoch(self, now: Any) -> None:
+        self.bar(now)
+        if self.show == "json":
+            self._line({"event": "epoch", **asdict(now)})
+
+    def task(self, task: Any, runs: Sequence[Any]) -> None:
+        scores = [run.matrix[run.done, run.done - 1] for run in runs]
+        if self.show == "json":
+            self._line({"event": "task", "task": task.name, "scores": scores, "done": runs[0].done})
+        elif self.show == "auto":
+            mean = sum(scores) / len(scores)
+            sizes = runs[0].splits[task.name].sizes
+            self.console.print(
+                f"  [green]✓[/green] {runs[0].done:>2} {task.name:<22} {mean:6.1%}  "
+                f"[dim]{sizes['train']}/{sizes['validation']}/{sizes['test']} texts[/dim]",
+                highlight=False,
+            )
+
+    def results(self, found: Sequence[dict[str, Any]], output: Path) -> None:
+        from qtuning.runs import run_folder
+
+        for result in found:
+            folder = run_folder(output, self.config, result["seed"])
+            if self.show == "json":
+                keys = ("seed", "average_score", "backward_transfer", "forward_transfer")
+                self._line(
+                    {"event": "result", "folder": str(folder), **{k: result[k] for k in keys}}
+                )
+            else:
+                typer.echo(
+                    f"seed {result['seed']}: average {result['average_score']:.1%}, "
+                    f"backward transfer {result['backward_transfer'] + 0.0:+.1%}  {folder}"
+                )
+
+    def _line(self, event: dict[str, Any]) -> None:
+        typer.echo(json.dumps({"seconds": round(time.perf_counter() - self.began, 2), **event}))

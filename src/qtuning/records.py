@@ -1,0 +1,305 @@
+"""Run folders: what a run was told, what happened, where it stands, what came out.
+
+    runs/<stream>/<method>/<seed>-<hash>/
+      config.yaml                 resolved; the hash is of this
+      events.jsonl                one line per epoch and task, append-only
+      state/<n>.safetensors       what continuing needs
+      tasks/<name>.safetensors    snapshot, scores and raw prompt of each finished task
+      result.json                 when it is finished
+    runs/<stream>/<method>/pack-<hash>.json   which n is committed, for all runs of the pack at once
+
+Every file is written aside, flushed and renamed. Replacing the pack's file is the only commit: a kill at any moment
+leaves the last commit, and the same command goes on from there with the same bits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from qtuning.backbones import Head
+from qtuning.errors import RecordError
+from qtuning.files import sha256_of, write_atomic
+from qtuning.lanes import FitState
+from qtuning.snapshots import Snapshot, TaskCard
+from qtuning.stream_loop import Journal, StreamRun
+from qtuning.tasks import Task
+
+SCHEMA = 1
+
+
+class DiskSnapshots(dict[str, Snapshot]):
+    """Snapshots that lie in a run's folder and are read when asked for: memory does not grow with tasks."""
+
+    def __init__(
+        self, folder: Path, names: Sequence[str], fresh: Mapping[str, Snapshot] | None = None
+    ):
+        super().__init__(fresh or {})
+        self.folder, self.names = folder, tuple(names)
+
+    def __missing__(self, name: str) -> Snapshot:
+        if name not in self.names:
+            raise KeyError(name)
+        tensors, facts = read_tensors(self.folder / f"{name}.safetensors")
+        return _snapshot_of(tensors, facts)
+
+    def copy(self) -> DiskSnapshots:
+        """The same, to which a new snapshot can be added."""
+        return DiskSnapshots(self.folder, self.names, dict(self))
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self.names
+
+
+class RunJournal(Journal):
+    """Keeps a pack's progress in the folders of its runs."""
+
+    def __init__(self, method: Any, folders: Sequence[Path], pack: Path):
+        self.method, self.folders, self.pack = method, list(folders), pack
+        self.generation = 0
+
+    # ── going on ─────────────────────────────────────────────────────────────────────────────
+
+    def resume(self, runs: Sequence[StreamRun]) -> list[FitState] | None:
+        """Put the runs where the last commit left them."""
+        if not self.pack.exists():
+            return None
+        self.generation = int(read_json(self.pack)["generation"])
+        fits: list[FitState] = []
+        for run, folder in zip(runs, self.folders, strict=True):
+            tensors, facts = read_tensors(folder / "state" / f"{self.generation}.safetensors")
+            _truncate(folder / "events.jsonl", facts["events"])
+            run.done, run.seconds, run.parts = facts["done"], facts["seconds"], facts["parts"]
+            run.matrix, run.sampled = _from_json(facts["matrix"]), _from_json(facts["sampled"])
+            run.unchanged = facts["unchanged"]
+            snapshots = DiskSnapshots(folder / "tasks", run.tasks[: run.done])
+            own = {
+                k.removeprefix("method."): t for k, t in tensors.items() if k.startswith("method.")
+            }
+            run.state = self.method.unpack(own, facts["method"], snapshots)
+            run.when_learnt = _Scores(folder / "tasks", run.tasks[: run.done])
+            if facts["fit"] is not None:
+                lane = {
+                    k.removeprefix("fit."): t for k, t in tensors.items() if k.startswith("fit.")
+                }
+                fits.append((lane, facts["fit"]))
+        return fits or None
+
+    # ── committing ───────────────────────────────────────────────────────────────────────────
+
+    def epoch(self, runs: Sequence[StreamRun], fits: list[FitState]) -> None:
+        """Commit all lanes in the middle of a task."""
+        for run, folder, (_, facts) in zip(runs, self.folders, fits, strict=True):
+            seen = {
+                "task": run.tasks[run.done],
+                "epoch": facts["epoch"],
+                "validation": facts["latest"],
+            }
+            _append(folder / "events.jsonl", {"event": "epoch", **seen})
+        self._commit(runs, fits)
+
+    def task(self, runs: Sequence[StreamRun], task: Task) -> None:
+        """Put the finished task on disk, take it out of memory, commit."""
+        for run, folder in zip(runs, self.folders, strict=True):
+            snapshot = run.state.snapshots[task.name]
+            tensors = {"rows": snapshot.rows, "scores": run.when_learnt[task.name]}
+            if snapshot.head:
+                tensors |= {"head.weight": snapshot.head.weight, "head.bias": snapshot.head.bias}
+            if hasattr(run.state, "queue"):
+                queue = run.state.queue
+                tensors |= {
+                    "queue": queue.rows,
+                    "prompt": queue.rows[-queue.prompt_length :].clone(),
+                }
+            facts = {"card": asdict(snapshot.card), "facts": dict(snapshot.facts)}
+            write_tensors(folder / "tasks" / f"{task.name}.safetensors", tensors, facts)
+            names = run.tasks[: run.done]
+            run.state = replace(run.state, snapshots=DiskSnapshots(folder / "tasks", names))
+            run.when_learnt = _Scores(folder / "tasks", names)
+            del snapshot, tensors
+            event = {
+                "event": "task",
+                "task": task.name,
+                "score": run.matrix[run.done, run.done - 1],
+            }
+            _append(
+                folder / "events.jsonl", {**event, "seconds": run.seconds[task.name], **memory()}
+            )
+        self._commit(runs, None)
+
+    def _commit(self, runs: Sequence[StreamRun], fits: list[FitState] | None) -> None:
+        number = self.generation + 1
+        for i, (run, folder) in enumerate(zip(runs, self.folders, strict=True)):
+            own, facts = self.method.pack(run.state)
+            tensors = {f"method.{key}": tensor for key, tensor in own.items()}
+            if fits is not None:
+                tensors |= {f"fit.{key}": tensor for key, tensor in fits[i][0].items()}
+            recorded = {
+                "done": run.done,
+                "seconds": run.seconds,
+                "parts": run.parts,
+                "unchanged": run.unchanged,
+                "matrix": to_json(run.matrix),
+                "sampled": to_json(run.sampled),
+                "method": facts,
+                "fit": None if fits is None else fits[i][1],
+                "events": (folder / "events.jsonl").stat().st_size,
+            }
+            write_tensors(folder / "state" / f"{number}.safetensors", tensors, recorded)
+        write_json(self.pack, {"generation": number, "runs": [f.name for f in self.folders]})
+        self.generation = number
+        for folder in self.folders:
+            for old in (folder / "state").iterdir():
+                if old.name != f"{number}.safetensors":
+                    old.unlink(missing_ok=True)
+
+
+class _Scores(dict[str, Tensor]):
+    """Log-probabilities of finished tasks, read from the run's folder when asked for."""
+
+    def __init__(self, folder: Path, names: Sequence[str]):
+        super().__init__()
+        self.folder, self.names = folder, tuple(names)
+
+    def __missing__(self, name: str) -> Tensor:
+        return read_tensors(self.folder / f"{name}.safetensors")[0]["scores"]
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """One file that holds tensors and JSON, replaced as a whole, with a hash of its own content."""
+    kept = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    text = json.dumps(facts)
+    digest = sha256_of(
+        text.encode() + b"".join(kept[key].numpy().tobytes() for key in sorted(kept))
+    )
+    # one key only: safetensors writes several in random order, and equal content must be equal bytes
+    record = json.dumps({"sha256": digest, "facts": text})
+    _write(path, save_tensors(kept, metadata={"record": record}))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `write_tensors` wrote; a damaged file is refused."""
+    try:
+        with safe_open(path, framework="pt") as stream:
+            about = json.loads(stream.metadata()["record"])
+            tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
+        text = about["facts"]
+        content = text.encode() + b"".join(tensors[k].numpy().tobytes() for k in sorted(tensors))
+        if sha256_of(content) != about["sha256"]:
+            raise ValueError("its content has changed")
+        return tensors, json.loads(text)
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise RecordError(
+            f"{path} is damaged or missing ({error}); remove the folder {path.parent.parent} to begin that run again."
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file, replaced as a whole."""
+    _write(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; a damaged one is refused."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path} is damaged ({error}); remove it to begin again.") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_atomic(path, data)
+    except OSError as error:
+        raise RecordError(
+            f"cannot write {path}: {error.strerror}. What was finished is kept; mend that and run the same "
+            f"command again."
+        ) from error
+
+
+def _append(path: Path, event: Mapping[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(event) + "\n")
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror}.") from error
+
+
+def _truncate(path: Path, size: int) -> None:
+    """Drop events after the last commit: they will happen again."""
+    with path.open("a") as stream:
+        stream.truncate(size)
+
+
+def to_json(matrix: Any) -> list[list[float | None]]:
+    """A matrix with None for nan."""
+    return [[None if np.isnan(x) else float(x) for x in row] for row in matrix]
+
+
+def _from_json(rows: Sequence[Sequence[float | None]]) -> Any:
+    return np.array([[np.nan if x is None else x for x in row] for row in rows], dtype=np.float64)
+
+
+def _snapshot_of(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Snapshot:
+    card = dict(facts["card"])
+    card["label_names"] = tuple(card["label_names"])
+    head = Head(tensors["head.weight"], tensors["head.bias"]) if "head.weight" in tensors else None
+    return Snapshot(TaskCard(**card), tensors["rows"], head, facts["facts"])
+
+
+# ── one process per run ──────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def locked(folders: Sequence[Path]) -> Iterator[None]:
+    """Hold the runs' folders; a second process is told so and stops."""
+    with ExitStack() as stack:
+        for folder in folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                stream = stack.enter_context((folder / ".lock").open("w"))
+            except OSError as error:
+                raise RecordError(
+                    f"cannot write to {folder}: {error.strerror}; choose another folder."
+                ) from error
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise RecordError(
+                    f"another process is running {folder}; wait for it, or choose another output folder."
+                ) from None
+        yield
+
+
+def memory() -> dict[str, int]:
+    """Bytes of all tensors alive, and of the process."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy modules
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    pages = Path("/proc/self/statm")
+    resident = (
+        int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if pages.exists()
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    return {"live_tensor_bytes": sum(storages.values()), "resident_bytes": resident}

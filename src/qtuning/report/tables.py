@@ -1,0 +1,149 @@
+"""Groups of runs that differ only in their seed, and comparisons between groups."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from qtuning.evaluation import sign_flip_p
+
+
+@dataclass(frozen=True)
+class Group:
+    """All seeds of one method under one config."""
+
+    label: str
+    stream: str
+    method: str
+    backbone: str
+    runs: tuple[dict[str, Any], ...]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Every seed that was run."""
+        return [run["seed"] for run in self.runs]
+
+    def values(self, key: str) -> list[float]:
+        """One number per seed."""
+        return [run[key] for run in self.runs]
+
+    def mean_sd(self, key: str) -> tuple[float, float | None]:
+        """Mean and sample standard deviation over seeds; None for a single seed."""
+        values = self.values(key)
+        return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+
+    def mean_matrix(self) -> list[list[float | None]]:
+        """Cell by cell the mean over seeds."""
+        matrices = [run["matrix"] for run in self.runs]
+        return [
+            [None if None in cells else statistics.mean(cells) for cells in zip(*rows, strict=True)]
+            for rows in zip(*matrices, strict=True)
+        ]
+
+    def mean_curve(self) -> list[float]:
+        """Average score so far after each task, mean over seeds."""
+        curves = [run["average_so_far"] for run in self.runs]
+        return [statistics.mean(points) for points in zip(*curves, strict=True)]
+
+
+def group_runs(results: Sequence[dict[str, Any]]) -> list[Group]:
+    """Runs of the same config together, in order of stream and average score."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        found.setdefault(json.dumps(result["config"], sort_keys=True), []).append(result)
+    groups = []
+    for runs in found.values():
+        runs.sort(key=lambda run: run["seed"])
+        first = runs[0]
+        groups.append(
+            Group(
+                first["method"],
+                first["stream"],
+                first["method"],
+                first["backbone"]["name"],
+                tuple(runs),
+            )
+        )
+    groups.sort(key=lambda g: (g.stream, g.backbone, -g.mean_sd("average_score")[0]))
+    return _told_apart(groups)
+
+
+def _told_apart(groups: list[Group]) -> list[Group]:
+    """Where two groups share stream, method and backbone, the label says which settings differ."""
+    labelled = []
+    for group in groups:
+        twins = [
+            g
+            for g in groups
+            if (g.stream, g.method, g.backbone) == (group.stream, group.method, group.backbone)
+        ]
+        own = {**group.runs[0]["settings"], **_plain(group.runs[0]["config"])}
+        others = [
+            {**g.runs[0]["settings"], **_plain(g.runs[0]["config"])}
+            for g in twins
+            if g is not group
+        ]
+        differing = sorted(
+            key for key in own if any(own[key] != other.get(key) for other in others)
+        )
+        extra = ", ".join(f"{key} {own[key]}" for key in differing[:3])
+        label = f"{group.method} ({extra})" if extra else group.method
+        labelled.append(Group(label, group.stream, group.method, group.backbone, group.runs))
+    return labelled
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("settings", "preset")}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two groups on the seeds both have."""
+
+    first: str
+    second: str
+    difference: float
+    seeds: int
+    p: float
+
+
+def compare(groups: Sequence[Group]) -> list[Comparison]:
+    """Every pair of groups on the same stream and backbone: paired differences, exact sign-flip test."""
+    found = []
+    for i, first in enumerate(groups):
+        for second in groups[i + 1 :]:
+            if (first.stream, first.backbone) != (second.stream, second.backbone):
+                continue
+            a = {run["seed"]: run["average_score"] for run in first.runs}
+            b = {run["seed"]: run["average_score"] for run in second.runs}
+            shared = sorted(set(a) & set(b))
+            if shared:
+                differences = [a[seed] - b[seed] for seed in shared]
+                mean = statistics.mean(differences)
+                p = sign_flip_p(differences)
+                found.append(Comparison(first.label, second.label, mean, len(shared), p))
+    return found
+
+
+@cache
+def paper_results() -> dict[str, dict[str, dict[str, float]]]:
+    """What the paper prints: backbone, method, stream -> percent."""
+    text = (files("qtuning") / "catalog" / "paper_results.yaml").read_text(encoding="utf-8")
+    raw: dict[str, dict[str, dict[str, float]]] = yaml.safe_load(text)
+    return raw
+
+
+def papers_numbers(stream: str, method: str) -> list[str]:
+    """`79.7 (t5-large)` for each backbone the paper reports this method on."""
+    return [
+        f"{methods[method][stream]:.1f} ({backbone})"
+        for backbone, methods in paper_results().items()
+        if stream in methods.get(method, {})
+    ]

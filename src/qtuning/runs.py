@@ -1,0 +1,276 @@
+"""A run from its config to its record: `run(config)` can be called again and goes on where it stood."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from qtuning import __version__
+from qtuning.backbones import Backbone, load_backbone
+from qtuning.config import make_settings, settings_dict
+from qtuning.data import fingerprint, load_stream
+from qtuning.errors import ConfigError, RecordError, unknown
+from qtuning.evaluation import (
+    average_score,
+    average_so_far,
+    backward_transfer,
+    forgetting,
+    forward_transfer,
+    majority_share,
+)
+from qtuning.files import sha256_of
+from qtuning.lanes import Report
+from qtuning.methods import list_methods, make_method
+from qtuning.presets import get_preset
+from qtuning.protocols import PROTOCOLS
+from qtuning.records import SCHEMA, RunJournal, locked, read_json, read_tensors, to_json, write_json
+from qtuning.records import _write as write_file
+from qtuning.stream_loop import INNER_CELL_ROWS, StreamRun, run_streams
+from qtuning.streams import get_stream
+from qtuning.tasks import Task
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a run's result, but its seed."""
+
+    stream: str
+    method: str = "q-tuning"
+    model: str = "minilm"
+    protocol: str = ""
+    """`progprompt`, `paper` or `given`; by default progprompt for the paper's streams."""
+    dtype: str = "fp32"
+    readout: str = "mean"
+    max_length: int | None = None
+    test_limit: int = 250
+    """Test rows per class at most; 0 takes all."""
+    inner_rows: int = INNER_CELL_ROWS
+    evaluate_with: str = "snapshot"
+    preset: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def resolved(self) -> RunConfig:
+        """With every default filled in and every name checked; no model is loaded for it."""
+        stream = get_stream(self.stream)
+        protocol = self.protocol or ("progprompt" if stream.name.startswith("order-") else "given")
+        if protocol not in PROTOCOLS:
+            raise ConfigError(unknown("protocol", protocol, PROTOCOLS))
+        if self.method not in list_methods():
+            raise ConfigError(unknown("method", self.method, list_methods()))
+        given = {**(get_preset(self.preset) if self.preset else {}), **self.settings}
+        make_settings(**given)
+        return RunConfig(**{**asdict(self), "protocol": protocol, "settings": given})
+
+    def short_hash(self) -> str:
+        """Eight hex digits that name this config."""
+        return sha256_of(json.dumps(asdict(self), sort_keys=True).encode())[:8]
+
+
+def read_run_config(raw: dict[str, Any], source: str) -> RunConfig:
+    """A config from a YAML's mapping; unknown keys suggest the nearest."""
+    known = [f.name for f in fields(RunConfig)]
+    for key in raw:
+        if key not in known:
+            raise ConfigError(f"{source}: {unknown('key', str(key), known)}")
+    if "stream" not in raw:
+        raise ConfigError(
+            f"{source}: the key 'stream' is missing; name one that `qtuning ls streams` prints."
+        )
+    return RunConfig(**raw)
+
+
+def run_folder(root: Path, config: RunConfig, seed: int) -> Path:
+    """Where a run's record lies."""
+    stream = Path(config.stream).stem
+    return root / stream / config.method / f"{seed}-{config.short_hash()}"
+
+
+def run(
+    config: RunConfig,
+    seeds: Sequence[int],
+    root: Path,
+    *,
+    data: str | None = None,
+    device: str | None = None,
+    report: Report | None = None,
+    after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
+    started: Callable[[Backbone, list[Task]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Run the seeds that are not finished, together; answer at once with the records of those that are."""
+    config = config.resolved()
+    folders = {seed: run_folder(root, config, seed) for seed in seeds}
+    todo = [seed for seed in seeds if not (folders[seed] / "result.json").exists()]
+    if todo:
+        with locked([folders[seed] for seed in todo]):
+            todo = [seed for seed in todo if not (folders[seed] / "result.json").exists()]
+            for seed in todo:
+                _check_config(folders[seed], config, seed)
+            if todo:
+                _run_pack(config, todo, folders, data, device, report, after_task, started)
+    return [read_json(folders[seed] / "result.json") for seed in seeds]
+
+
+def _run_pack(
+    config: RunConfig,
+    seeds: Sequence[int],
+    folders: dict[int, Path],
+    data: str | None,
+    device: str | None,
+    report: Report | None,
+    after_task: Callable[[Task, Sequence[StreamRun]], None] | None,
+    started: Callable[[Backbone, list[Task]], None] | None,
+) -> None:
+    tasks = load_stream(get_stream(config.stream), data)
+    backbone = load_backbone(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        readout=config.readout,
+        max_length=config.max_length,
+    )
+    method_settings, train = make_settings(backbone.family, **config.settings)
+    method = make_method(config.method, backbone, method_settings, train)
+    names = "-".join(folders[seed].name for seed in seeds)
+    pack = folders[seeds[0]].parent / f"pack-{sha256_of(names.encode())[:8]}.json"
+    journal = RunJournal(method, [folders[seed] for seed in seeds], pack)
+    if started:
+        started(backbone, tasks)
+    began = datetime.now(UTC)
+    runs = run_streams(
+        method,
+        backbone,
+        tasks,
+        train,
+        seeds=seeds,
+        protocol=config.protocol,
+        test_limit=config.test_limit,
+        evaluate_with=config.evaluate_with,
+        inner_rows=config.inner_rows,
+        report=report,
+        after_task=after_task,
+        journal=journal,
+    )
+    for stream_run in runs:
+        folder = folders[stream_run.seed]
+        stored = {
+            name: read_tensors(folder / "tasks" / f"{name}.safetensors")
+            for name in stream_run.tasks
+        }
+        settings = settings_dict(method_settings, train)
+        facts = result_of(config, stream_run, backbone, settings, stored, _costs(folder), began)
+        write_json(folder / "result.json", facts)
+
+
+def _check_config(folder: Path, config: RunConfig, seed: int) -> None:
+    """The folder's config is this one; written once, never changed."""
+    file = folder / "config.yaml"
+    text = yaml.safe_dump({**asdict(config), "seed": seed}, sort_keys=False)
+    if not file.exists():
+        write_file(file, text.encode())
+    elif file.read_text(encoding="utf-8") != text:
+        raise RecordError(
+            f"{file} was changed since the run began; put it back, or remove the folder {folder} to begin again."
+        )
+
+
+def result_of(
+    config: RunConfig,
+    run: StreamRun,
+    backbone: Backbone,
+    settings: dict[str, Any],
+    stored: Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, Any]]],
+    costs: list[dict[str, Any]],
+    began: datetime,
+) -> dict[str, Any]:
+    """The record of a finished run; `docs/reference.md` describes each key.
+
+    `stored` holds, for each task, its tensors (rows, queue, prompt) and the facts of its snapshot.
+    """
+    matrix = run.matrix
+    tasks = {}
+    for j, name in enumerate(run.tasks):
+        tensors, facts = stored[name][0], stored[name][1]["facts"]
+        tasks[name] = {
+            "score": matrix[-1, j],
+            "when_learnt": matrix[j + 1, j],
+            "metrics": run.parts[name],
+            "best_validation": facts.get("validation_score"),
+            "majority": majority_share(run.splits[name].test.labels),
+            "split": run.splits[name].sizes,
+            "notes": list(run.splits[name].notes),
+            "fingerprint": fingerprint(run.splits[name]),
+            "seconds": run.seconds[name],
+            "prompt_rows": len(tensors["rows"]),
+            "evicted": facts.get("evicted", False),
+            "scale": facts.get("scale_u", []),
+            "unchanged": run.unchanged[name],
+        }
+    measured = matrix[0, 0] == matrix[0, 0]
+    return {
+        "schema": SCHEMA,
+        "config": asdict(config),
+        "settings": settings,
+        "seed": run.seed,
+        "stream": Path(config.stream).stem,
+        "method": config.method,
+        "backbone": {
+            "name": backbone.name,
+            "family": backbone.family,
+            "fingerprint": backbone.fingerprint(),
+        },
+        "average_score": average_score(matrix),
+        "backward_transfer": backward_transfer(matrix),
+        "forgetting": forgetting(run.sampled),
+        "forward_transfer": forward_transfer(matrix) if measured else None,
+        "average_so_far": average_so_far(matrix),
+        "matrix": to_json(matrix),
+        "tasks": tasks,
+        "queue_keeps": _queue_keeps([stored[name][0] for name in run.tasks]),
+        "costs": costs,
+        "versions": {
+            "qtuning": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "device": torch.cuda.get_device_name() if backbone.device.type == "cuda" else "cpu",
+        },
+        "began": began.isoformat(timespec="seconds"),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _costs(folder: Path) -> list[dict[str, Any]]:
+    """Time and memory after each task, from the events."""
+    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "task"]
+
+
+def _queue_keeps(stored: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
+    """Share of each task's own prompt that lies in the span of the queue, after each task.
+
+    Entry [i][j]: of task j's prompt after task i + 1; 1 while it is in the queue whole, less after each trim.
+    """
+    if "queue" not in stored[0]:
+        return []
+    found = []
+    for i in range(len(stored)):
+        queue = stored[i]["queue"].double()
+        basis = torch.linalg.svd(queue, full_matrices=False)
+        kept = basis.Vh[1e-9 * basis.S.max() < basis.S]
+        row = []
+        for j in range(i + 1):
+            prompt = stored[j]["prompt"].double()
+            inside = (prompt @ kept.T).square().sum() / prompt.square().sum()
+            row.append(round(min(max(float(inside), 0.0), 1.0), 4))
+        found.append(row)
+    return found

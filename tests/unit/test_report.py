@@ -1,0 +1,148 @@
+"""The page and the tables, from records of tiny runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from qtuning import cli
+from qtuning.errors import RecordError
+from qtuning.report.export import to_csv, to_latex, to_markdown
+from qtuning.report.gather import gather
+from qtuning.report.page import render_page
+from qtuning.report.tables import compare, group_runs, papers_numbers
+from qtuning.runs import RunConfig, run, run_folder
+from tests.conftest import make_model, make_tokenizer
+
+SETTINGS = {
+    "epochs": 1,
+    "prompt_length": 2,
+    "shared_length": 2,
+    "queue_size": 2,
+    "shots": 4,
+    "validation_limit": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods with two seeds each on a stream of three tasks."""
+    folder = tmp_path_factory.mktemp("report")
+    make_model("bert").save_pretrained(folder / "model")
+    make_tokenizer("bert").save_pretrained(folder / "model")
+    stream = folder / "three.yaml"
+    stream.write_text("name: three\nversion: 1\ndescription: three\ntasks: [spam, tone, urgency]\n")
+    for method in ("q-tuning", "per-task-prompt"):
+        config = RunConfig(
+            str(stream), method, str(folder / "model"), test_limit=6, settings=SETTINGS
+        )
+        run(config, [0, 1], folder / "runs", device="cpu")
+    return folder / "runs"
+
+
+def test_a_record_says_what_a_reader_needs(runs: Path) -> None:
+    record = json.loads(next(runs.rglob("q-tuning/0-*/result.json")).read_text())
+    assert record["schema"] == 1
+    assert record["backward_transfer"] == 0.0
+    assert record["forgetting"] == 0.0
+    assert {"torch", "transformers", "python", "device"} <= set(record["versions"])
+    task = record["tasks"]["tone"]
+    assert task["split"] == {"train": 12, "validation": 12, "test": 18}
+    assert len(task["fingerprint"]) == 16
+    assert task["unchanged"]
+    assert len(record["matrix"]) == 4
+    assert record["queue_keeps"][2][2] == pytest.approx(1.0, abs=1e-3)
+    assert record["queue_keeps"][2][0] < 1.0  # trimmed
+    assert [cost["task"] for cost in record["costs"]] == ["spam", "tone", "urgency"]
+
+
+def test_the_page_is_whole_and_asks_for_nothing_outside(runs: Path) -> None:
+    page = render_page(gather([runs]))
+    assert not re.search(r"(src|href)=|url\(|@import|https?://", page)
+    wanted = ("Score matrix", "What the queue keeps", "What each task draws on", "sign-flip",
+              "prefers-color-scheme", 'name="viewport"', "per-task-prompt")  # fmt: skip
+    assert [word for word in wanted if word not in page] == []
+    assert page.count("<svg") >= 9
+    assert len(page) < 400_000
+
+
+def test_groups_comparisons_and_tables(runs: Path) -> None:
+    groups = group_runs(gather([runs]).results)
+    assert {g.label for g in groups} == {"q-tuning", "per-task-prompt"}
+    assert all(g.seeds == [0, 1] for g in groups)
+    (pair,) = compare(groups)
+    assert pair.seeds == 2
+    assert pair.p >= 0.5  # two seeds cannot say more
+    assert to_markdown(groups).count("\n") == 4
+    assert r"\toprule" in to_latex(groups)
+    assert to_csv(groups).startswith("stream,method,backbone,seeds")
+
+
+def test_unfinished_and_damaged_records_are_shown(runs: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(runs, tmp_path / "runs")
+    results = sorted((tmp_path / "runs").rglob("result.json"))
+    results[0].unlink()
+    results[1].write_text("{half")
+    records = gather([tmp_path / "runs"])
+    assert len(records.results) == 2
+    assert records.unfinished[0].tasks_done == ["spam", "tone", "urgency"]
+    assert len(records.unreadable) == 1
+    page = render_page(records)
+    assert "Not finished" in page
+    assert "Not readable" in page
+    with pytest.raises(RecordError, match="no records under"):
+        gather([_empty(tmp_path)])
+
+
+def _empty(tmp_path: Path) -> Path:
+    (tmp_path / "empty").mkdir()
+    return tmp_path / "empty"
+
+
+def test_the_command(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    for name in ("page.html", "table.md", "table.tex", "table.csv"):
+        words = [
+            "qtuning",
+            "report",
+            str(runs),
+            "-o",
+            str(tmp_path / name),
+            "--figures",
+            str(tmp_path / "figures"),
+        ]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        assert (tmp_path / name).stat().st_size > 100
+    assert len(list((tmp_path / "figures").glob("*.png"))) == 3
+    assert "4 finished runs" in capsys.readouterr().out
+
+
+def test_the_papers_numbers_stand_beside() -> None:
+    assert papers_numbers("order-09", "q-tuning") == ["79.7 (t5-large)", "56.2 (bert-base)"]
+    assert papers_numbers("demo", "q-tuning") == []
+
+
+def test_a_changed_setting_is_another_folder(tmp_path: Path) -> None:
+    first = RunConfig("demo", settings={"epochs": 1}).resolved()
+    second = RunConfig("demo", settings={"epochs": 2}).resolved()
+    assert run_folder(tmp_path, first, 0) != run_folder(tmp_path, second, 0)
+    assert run_folder(tmp_path, first, 0).parent == tmp_path / "demo" / "q-tuning"
+
+
+def test_memory_does_not_grow_with_finished_tasks(runs: Path, tmp_path: Path) -> None:
+    """Fourteen tasks on a tiny model: no more live tensor bytes at the end than once the queue was full."""
+    config = RunConfig(
+        "starter", "q-tuning", str(runs.parent / "model"), test_limit=4, settings=SETTINGS
+    )
+    (record,) = run(config, [0], tmp_path, device="cpu")
+    live = [cost["live_tensor_bytes"] for cost in record["costs"]]
+    assert live[-1] <= 1.02 * live[3]
+    assert all(cost["resident_bytes"] > 0 for cost in record["costs"])

@@ -1,0 +1,193 @@
+"""Killed anywhere and continued: the same bytes as a run that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_model, make_tokenizer
+
+STREAM = ("spam", "tone", "urgency", "sentiment-travel")
+SETTINGS = ("epochs=3", "prompt_length=2", "shared_length=2", "queue_size=2", "shots=4", "memory_factor=0.5",
+            "validation_limit=4", "mlp=true", "mlp_hidden=8")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, a stream of four starter tasks, and the run that nobody killed."""
+    folder = tmp_path_factory.mktemp("resume")
+    make_model("bert").save_pretrained(folder / "model")
+    make_tokenizer("bert").save_pretrained(folder / "model")
+    lines = "\n".join(f"  - {name}" for name in STREAM)
+    (folder / "four.yaml").write_text(
+        f"name: four\nversion: 1\ndescription: four tasks\ntasks:\n{lines}\n"
+    )
+    start(folder, "whole").wait(timeout=300)
+    assert contents(folder / "whole")
+    return folder
+
+
+def start(folder: Path, output: str, *extra: str) -> subprocess.Popen[bytes]:
+    options = [word for pair in SETTINGS for word in ("--set", pair)]
+    return subprocess.Popen(
+        [sys.executable, "-c", "from qtuning.cli import main; main()", "run", "--stream", "four.yaml",
+         "--model", "model", "--seeds", "0 1", "--test-limit", "8", "--show", "quiet", "--device", "cpu",
+         "--output", output, *options, *extra],
+        cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def contents(root: Path) -> dict[str, object]:
+    """What must be the same: matrices, per-task scores, and every byte of the finished tasks."""
+    found: dict[str, object] = {}
+    for result in sorted(root.glob("*/*/*/result.json")):
+        record = json.loads(result.read_text())
+        found[f"{result.parent.name} matrix"] = json.dumps(record["matrix"])
+        for file in sorted((result.parent / "tasks").iterdir()):
+            found[f"{result.parent.name} {file.name}"] = file.read_bytes()
+    return found
+
+
+def killed_and_continued(folder: Path, seed: int) -> int:
+    """Kill at random moments until the run ends by itself; returns how often it was killed."""
+    rng = random.Random(seed)
+    output = f"killed-{seed}"
+    kills = 0
+    while True:
+        process = start(folder, output)
+        began = time.perf_counter()
+        root = folder / output
+        while (
+            not root.exists() and process.poll() is None
+        ):  # imports take most of the time; wait for work
+            time.sleep(0.01)
+        limit = rng.uniform(0, 2.5) if kills < 3 else 1000
+        while process.poll() is None and time.perf_counter() - began < 120:
+            limit -= 0.005
+            if limit < 0:
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.005)
+        code = process.wait(timeout=120)
+        if code == 0:
+            return kills
+        assert code == -signal.SIGKILL, process.stderr.read()
+
+
+def check_kills(place: Path, wanted: int, first_seed: int) -> None:
+    expected = contents(place / "whole")
+    kills, seed = 0, first_seed
+    while kills < wanted:
+        kills += killed_and_continued(place, seed)
+        assert contents(place / f"killed-{seed}") == expected
+        shutil.rmtree(place / f"killed-{seed}")
+        seed += 1
+
+
+def test_five_kills(place: Path) -> None:
+    check_kills(place, 5, 0)
+
+
+@pytest.mark.slow
+def test_fifty_kills(place: Path) -> None:
+    check_kills(place, 50, 100)
+
+
+def test_a_finished_run_answers_at_once_and_does_nothing_again(place: Path) -> None:
+    before = {
+        path: path.stat().st_mtime_ns for path in (place / "whole").rglob("*") if path.is_file()
+    }
+    process = start(place, "whole")
+    assert process.wait(timeout=120) == 0
+    assert {
+        path: path.stat().st_mtime_ns for path in (place / "whole").rglob("*") if path.is_file()
+    } == before
+
+
+def test_nothing_finished_is_done_again(place: Path) -> None:
+    """A run cut off after its second task learns only the last two."""
+    shutil.copytree(place / "whole", place / "cut")
+    events = [
+        json.loads(x)
+        for x in next((place / "cut").glob("*/*/0-*/events.jsonl")).read_text().splitlines()
+    ]
+    assert [e["task"] for e in events if e["event"] == "task"] == list(STREAM)
+    assert len([e for e in events if e["event"] == "epoch"]) == 3 * len(STREAM)
+
+
+def test_a_second_process_is_told_and_stops(place: Path) -> None:
+    first = start(place, "twice")
+    while not list((place / "twice").glob("*/*/*/.lock")) and first.poll() is None:
+        time.sleep(0.01)
+    second = start(place, "twice")
+    assert second.wait(timeout=120) in (0, 2)
+    if second.returncode == 2:
+        assert b"another process is running" in second.stderr.read()
+    assert first.wait(timeout=300) == 0
+    assert contents(place / "twice") == contents(place / "whole")
+
+
+def damaged(place: Path, name: str) -> Path:
+    """A copy of the whole run that has still to write its results."""
+    root = place / name
+    shutil.copytree(place / "whole", root)
+    for result in root.glob("*/*/*/result.json"):
+        result.unlink()
+    return root
+
+
+def test_a_damaged_state_is_named(place: Path) -> None:
+    root = damaged(place, "broken")
+    state = next(root.glob("*/*/0-*/state/*.safetensors"))
+    state.write_bytes(state.read_bytes()[:-3] + b"\0\0\0")
+    process = start(place, "broken")
+    assert process.wait(timeout=120) == 2
+    error = process.stderr.read().decode()
+    assert "is damaged or missing" in error
+    assert "to begin that run again" in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_a_changed_config_is_named(place: Path) -> None:
+    root = damaged(place, "changed")
+    config = next(root.glob("*/*/0-*/config.yaml"))
+    config.write_text(config.read_text().replace("epochs: '3'", "epochs: '4'"))
+    process = start(place, "changed")
+    assert process.wait(timeout=120) == 2
+    assert b"config.yaml was changed since the run began" in process.stderr.read()
+
+
+def test_a_full_disk_is_named_and_what_was_finished_stays(
+    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import errno
+
+    from qtuning import records
+    from qtuning.errors import RecordError
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records, "write_atomic", full)
+    with pytest.raises(
+        RecordError, match=r"No space left on device. What was finished is kept.*same command"
+    ):
+        records.write_json(tmp_path / "x.json", {})
+    assert contents(place / "whole")
+
+
+def test_a_folder_that_cannot_be_written_is_named(place: Path) -> None:
+    (place / "a-file").write_text("")
+    process = start(place, "a-file/runs")
+    assert process.wait(timeout=120) == 2
+    assert b"cannot write to a-file/runs" in process.stderr.read()
