@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from qtuning.backbones import AnswerSet, Backbone, Head, Row, Tokens
 
-BATCH_TOKENS = 4096
-"""Padded positions of one forward pass; small enough for a cache, large enough for the cores."""
+BATCH_TOKENS = {"cpu": 4096}
+"""Padded positions of one forward pass: on a CPU small enough for its cache, …"""
+CARD_TOKENS = 65536
+"""… on a card large enough to fill it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Query:
 def score(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:
     """Log-probabilities [labels] of each query's own labels, in the order of the queries."""
     results: list[Tensor | None] = [None] * len(queries)
-    for batch in batches_by_length([_length(query) for query in queries], BATCH_TOKENS):
+    for batch in batches_by_length([_length(query) for query in queries], backbone):
         scored = _score_batch(backbone, [queries[i] for i in batch])
         for i, found in zip(batch, scored, strict=True):
             results[i] = found
@@ -53,7 +55,7 @@ def exact_matches(
     as generation with a length limit does.
     """
     results = [False] * len(queries)
-    for batch in batches_by_length([_length(query) for query in queries], BATCH_TOKENS):
+    for batch in batches_by_length([_length(query) for query in queries], backbone):
         golden = [queries[i].answerer.answers.sequences[gold[i]] for i in batch]
         sequences = [backbone.closed(sequence)[:max_tokens] for sequence in golden]
         bank, starts = _bank([queries[i].answerer for i in batch])
@@ -70,8 +72,9 @@ def exact_matches(
     return results
 
 
-def batches_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices in batches of like length, longest first, each at most `budget` padded positions."""
+def batches_by_length(lengths: Sequence[int], backbone: Backbone) -> list[list[int]]:
+    """Indices in batches of like length, longest first, each at most the device's number of padded positions."""
+    budget = BATCH_TOKENS.get(backbone.device.type, CARD_TOKENS)
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:

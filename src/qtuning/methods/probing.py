@@ -18,7 +18,7 @@ from qtuning.config import MethodSettings, TrainSettings
 from qtuning.evaluation import score_predictions
 from qtuning.lanes import Report
 from qtuning.methods import MethodInfo, register
-from qtuning.scoring import BATCH_TOKENS, batches_by_length
+from qtuning.scoring import batches_by_length
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task, Text
 
@@ -88,7 +88,7 @@ def read_features(backbone: Backbone, texts: Sequence[Text]) -> Tensor:
     bank = torch.zeros(0, backbone.embed_dim, device=backbone.device)
     found = torch.zeros(len(rows), backbone.hidden_dim, dtype=torch.float64)
     with torch.no_grad():
-        for batch in batches_by_length([len(row.tokens.ids) for row in rows], BATCH_TOKENS):
+        for batch in batches_by_length([len(row.tokens.ids) for row in rows], backbone):
             hidden = backbone.hidden([rows[i] for i in batch], bank)[:, 0]
             found[torch.tensor(batch)] = hidden.to("cpu", torch.float64)
     return found

@@ -31,7 +31,7 @@ from qtuning.objectives import (
 )
 from qtuning.prompts import ResidualMLP, compose, sample_vocabulary_rows
 from qtuning.queue import PromptQueue
-from qtuning.scoring import BATCH_TOKENS, Answerer, batches_by_length
+from qtuning.scoring import Answerer, batches_by_length
 from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task
@@ -308,7 +308,7 @@ class QTuningLane:
                            dtype=backbone.dtype, device=backbone.device)  # fmt: skip
         lengths = [len(bank) + len(row.tokens.ids) + len(row.paths[0]) for row in rows]
         with torch.no_grad():
-            for batch in batches_by_length(lengths, BATCH_TOKENS):
+            for batch in batches_by_length(lengths, backbone):
                 hidden = backbone.hidden([rows[i] for i in batch], bank)
                 kept[torch.tensor(batch, device=kept.device), : hidden.shape[1]] = hidden
         self.teacher = kept
