@@ -18,11 +18,14 @@ from rich.console import Console
 import qtuning
 from qtuning import cli, config, demo
 from qtuning.errors import CollectionError
+from qtuning.report.gather import gather
+from qtuning.report.tables import group_runs
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = ("qtuning demo", "make ", "cd ", "git ", "pip ")
+"""Commands that other tests run, or that set up a machine."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -61,6 +64,22 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", text):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_the_readmes_figures_are_those_of_the_records() -> None:
+    records = [
+        json.loads(file.read_text()) for file in sorted((ROOT / "results").glob("demo-seed*.json"))
+    ]
+    assert [record["seed"] for record in records] == [0, 1, 2]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("<!-- demo-figures -->")[1].split("<!-- /demo-figures -->")[0]
+    found = [float(value) for value in re.findall(r"\| (-?\d+\.\d) \|", table)]
+    keys = ("average_score", "linear_probe", "majority_class", "backward_transfer")
+    means = [100 * sum(record[key] for record in records) / len(records) for key in keys]
+    assert found == [round(mean, 1) + 0.0 for mean in means]
+    groups = group_runs(gather([ROOT / "results" / "order-09-minilm"]).results)
+    for group in groups:
+        assert f"{100 * group.mean_sd('average_score')[0]:.1f}" in readme, group.label
 
 
 def settings_table() -> str:

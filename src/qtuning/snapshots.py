@@ -66,8 +66,8 @@ def added(snapshots: dict[str, Snapshot], new: Snapshot) -> dict[str, Snapshot]:
 
 
 def predict_log_probs(backbone: Backbone, snapshot: Snapshot, texts: Sequence[Text]) -> Tensor:
-    """Log-probabilities [texts, labels] of one task; the same bytes whenever it is asked."""
+    """Log-probabilities [texts, labels] of one task, on the CPU; the same bytes whenever it is asked."""
     answerer = snapshot.answerer(backbone)
     tokens = backbone.tokenize(texts, len(snapshot.rows), answerer.answers.longest)
     found = score(backbone, [Query(answerer, each) for each in tokens])
-    return torch.stack(found) if found else torch.zeros(0, len(snapshot.card.label_names))
+    return torch.stack(found).cpu() if found else torch.zeros(0, len(snapshot.card.label_names))

@@ -191,3 +191,34 @@ def test_all_21_sets_load_with_their_counts() -> None:
             kept = meta[part]["rows_kept"]
             assert kept - 60 <= counts[part] <= kept, (card.name, part, counts[part], kept)
         assert len(task.label_names) == meta["num_classes"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "QTUNING_DATA" not in os.environ, reason="QTUNING_DATA names no folder of the 21 sets"
+)
+@pytest.mark.parametrize("stream", [f"order-{i:02d}" for i in range(1, 14)])
+def test_every_stream_runs_end_to_end_on_a_tiny_model(stream: str, tmp_path: Path) -> None:
+    from qtuning.runs import RunConfig, run
+    from tests.conftest import make_model, make_tokenizer
+
+    make_model("bert").save_pretrained(tmp_path / "model")
+    make_tokenizer("bert").save_pretrained(tmp_path / "model")
+    settings = {
+        "shots": 2,
+        "epochs": 1,
+        "prompt_length": 2,
+        "shared_length": 2,
+        "queue_size": 10,
+        "validation_limit": 2,
+    }
+    config = RunConfig(
+        stream, model=str(tmp_path / "model"), test_limit=4, inner_rows=4, settings=settings
+    )
+    (record,) = run(config, [0], tmp_path / "runs", device="cpu")
+    assert record["backward_transfer"] == 0.0
+    assert all(task["unchanged"] for task in record["tasks"].values())
+    if len(record["tasks"]) == 70:
+        live = [cost["live_tensor_bytes"] for cost in record["costs"]]
+        assert live[69] <= 1.02 * live[11]
+        print(f"{stream}: live tensor bytes at task 12 {live[11]}, at task 70 {live[69]}")

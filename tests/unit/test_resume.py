@@ -115,14 +115,23 @@ def test_a_finished_run_answers_at_once_and_does_nothing_again(place: Path) -> N
 
 
 def test_nothing_finished_is_done_again(place: Path) -> None:
-    """A run cut off after its second task learns only the last two."""
-    shutil.copytree(place / "whole", place / "cut")
-    events = [
-        json.loads(x)
-        for x in next((place / "cut").glob("*/*/0-*/events.jsonl")).read_text().splitlines()
-    ]
-    assert [e["task"] for e in events if e["event"] == "task"] == list(STREAM)
-    assert len([e for e in events if e["event"] == "epoch"]) == 3 * len(STREAM)
+    """A run killed after its second task leaves that task's files as they are."""
+    process = start(place, "cut")
+    while (
+        len(list((place / "cut").glob("*/*/*/tasks/*.safetensors"))) < 4 and process.poll() is None
+    ):
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    done = [p for p in (place / "cut").glob("*/*/*/tasks/*.safetensors") if p.stem == STREAM[0]]
+    before = {path: path.stat().st_mtime_ns for path in done}
+    assert len(before) == 2
+    assert start(place, "cut").wait(timeout=300) == 0
+    assert {path: path.stat().st_mtime_ns for path in done} == before
+    assert contents(place / "cut") == contents(place / "whole")
+    lines = next((place / "cut").glob("*/*/0-*/events.jsonl")).read_text().splitlines()
+    tasks = [event["task"] for event in map(json.loads, lines) if event["event"] == "task"]
+    assert tasks == list(STREAM)
 
 
 def test_a_second_process_is_told_and_stops(place: Path) -> None:

@@ -21,8 +21,8 @@ def line_chart(
     if not values:
         return ""
     floor = min(values) if low is None else low
-    ceiling = max(max(values), floor + 1e-9)
-    pad = 0.06 * (ceiling - floor) or 0.01
+    ceiling = max(values)
+    pad = max(0.06 * (ceiling - floor), 0.01)  # a flat line still gets a scale around it
     floor, ceiling = (floor if low is not None else floor - pad), ceiling + pad
     count = max(len(line) for line in series.values())
 
