@@ -34,9 +34,15 @@ class TrainingError(QTuningError, RuntimeError):
     """Training that cannot go on."""
 
 
+MOST_NAMES = 40
+"""Names an error lists at most."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """One line for an unknown name: the nearest known one, then all of them."""
     options = sorted(known)
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"Unknown {kind} {name!r}.{hint} Known: {', '.join(options) or 'none'}."
+    shown = ", ".join(options[:MOST_NAMES]) or "none"
+    rest = f", … ({len(options)} in all)" if len(options) > MOST_NAMES else ""
+    return f"Unknown {kind} {name!r}.{hint} Known: {shown}{rest}."

@@ -701,7 +701,7 @@ TASKS: dict[str, tuple[dict[str, Any], str]] = {
         {"label_names": ["x", "y", "z"]},
         "no row has the label 'z'; add some or remove it",
     ),
-    "unknown-metric": ({"metric": "f1"}, "must be one of accuracy, macro-f1; got 'f1'"),
+    "unknown-metric": ({"metric": "f2"}, "must be one of accuracy.*got 'f2'"),
     "texts-and-pairs": (
         {"texts": ["good", ("bad", "awful"), "fine"]},
         "mixes single texts and pairs; use one kind",
