@@ -15,6 +15,7 @@ from rich.table import Table
 
 from qtuning.errors import ConfigError
 from qtuning.streams import get_stream, read_card, read_stream, read_yaml
+from qtuning.trackers import Tracker, epoch_values, make_tracker
 
 SHOWN = ("auto", "quiet", "json")
 
@@ -51,6 +52,9 @@ def run(
     show: Annotated[
         str, typer.Option(help="auto (live), quiet, or json (a line per event).")
     ] = "auto",
+    log_with: Annotated[
+        str | None, typer.Option(help="Also log to tensorboard or trackio.")
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and an estimate; learn nothing.")
     ] = False,
@@ -84,7 +88,8 @@ def run(
     if dry_run:
         _print_plan(wanted, numbers, data, device, output)
         return
-    display = _Display(show, wanted, numbers)
+    tracker = make_tracker(log_with, output, asdict(wanted)) if log_with else None
+    display = _Display(show, wanted, numbers, tracker)
     with display:
         found = run_config(
             wanted,
@@ -218,10 +223,12 @@ def _print_plan(
 class _Display:
     """Progress for people, silence, or a JSON line per event."""
 
-    def __init__(self, show: str, config: Any, seeds: Sequence[int]):
+    def __init__(
+        self, show: str, config: Any, seeds: Sequence[int], tracker: Tracker | None = None
+    ):
         from qtuning.progress import LearningBar
 
-        self.show, self.config, self.seeds = show, config, list(seeds)
+        self.show, self.config, self.seeds, self.tracker = show, config, list(seeds), tracker
         count = len(get_stream(config.stream).tasks) * len(self.seeds)
         self.console = Console(stderr=show == "json", quiet=show == "quiet")
         self.bar = LearningBar(count, self.console, quiet=show != "auto")
@@ -233,6 +240,8 @@ class _Display:
 
     def __exit__(self, *error: Any) -> None:
         self.bar.__exit__(*error)
+        if self.tracker:
+            self.tracker.close()
 
     def started(self, backbone: Any, tasks: Sequence[Any]) -> None:
         if self.show == "json":
@@ -251,6 +260,8 @@ class _Display:
 
     def epoch(self, now: Any) -> None:
         self.bar(now)
+        if self.tracker:
+            self.tracker.log(epoch_values(now), now.epoch)
         if self.show == "json":
             self._line({"event": "epoch", **asdict(now)})
 

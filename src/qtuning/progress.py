@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -33,9 +34,10 @@ class LearningBar:
             transient=True,
             disable=quiet or not self.console.is_terminal,
         )
-        self._tasks, self._seen = tasks, 0
+        self._tasks = tasks
         self._id: TaskID | None = None
-        self._task = ""
+        self._lanes: list[str] = []
+        self._epochs, self._began = 0, time.perf_counter()
 
     def __enter__(self) -> LearningBar:
         self._bar.start()
@@ -51,16 +53,17 @@ class LearningBar:
 
     def __call__(self, now: LaneProgress) -> None:
         """Show one lane after an epoch."""
-        if now.task != self._task:
-            self._task, self._seen = now.task, self._seen + 1
-            if self._id is None:
-                self._id = self._bar.add_task("", total=self._tasks * now.epochs, status="")
-        assert self._id is not None
-        count = f"[{self._seen}/{self._tasks}] " if self._tasks > 1 else ""
+        if now.lane not in self._lanes:
+            self._lanes.append(now.lane)
+        if self._id is None:
+            self._id = self._bar.add_task("", total=self._tasks * now.epochs, status="")
+        self._epochs += 1
+        rate = self._epochs / (time.perf_counter() - self._began)
+        count = f"[{len(self._lanes)}/{self._tasks}] " if self._tasks > 1 else ""
         validation = "" if now.validation is None else f"  validation {now.validation:.1%}"
         self._bar.update(
             self._id,
-            completed=(self._seen - 1) * now.epochs + now.epoch,
-            description=f"{count}{now.task}",
-            status=f"epoch {now.epoch}/{now.epochs}  loss {now.loss:.3f}{validation}",
+            completed=self._epochs,
+            description=f"{count}{now.lane}",
+            status=f"epoch {now.epoch}/{now.epochs}  loss {now.loss:.3f}{validation}  {rate:.1f} epochs/s",
         )

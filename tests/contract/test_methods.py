@@ -15,7 +15,7 @@ from qtuning.errors import ConfigError
 from qtuning.evaluation import backward_transfer
 from qtuning.methods import MethodInfo, list_methods, make_method, register
 from qtuning.stream_loop import run_stream
-from tests.conftest import SMALL, make_task
+from tests.conftest import SMALL, make_backbone, make_task
 
 METHODS = list_methods()
 
@@ -69,6 +69,37 @@ def test_the_stream_loop_measures_every_cell(family_backbone, mode: str) -> None
         assert backward_transfer(result.matrix) == 0.0
     else:
         assert not all(result.unchanged.values())  # the queue itself did change
+
+
+def test_a_fine_tuned_model_forgets_by_the_same_measure() -> None:
+    """The whole tiny model, trained on one task after another with one head: BWT below 0, unlike ours."""
+    backbone = make_backbone("bert")
+    labels = ("negative", "positive")
+    tasks = [
+        make_task("first", labels, rows=12),
+        make_task("second", labels[::-1], rows=12, seed=5),
+    ]
+    model = backbone.model.requires_grad_(True)
+    head = torch.nn.Linear(32, 2)
+    optimiser = torch.optim.Adam([*model.parameters(), *head.parameters()], 3e-3)
+    matrix = np.full((3, 2), np.nan)
+
+    def logits(texts):
+        coded = backbone.tokenizer(list(texts), padding=True, return_tensors="pt")
+        return head(model(**coded).last_hidden_state[:, 0])
+
+    for i, task in enumerate(tasks, start=1):
+        gold = torch.tensor([labels.index(label) for label in task.labels])
+        for _ in range(40):
+            optimiser.zero_grad()
+            torch.nn.functional.cross_entropy(logits(task.texts), gold).backward()
+            optimiser.step()
+        for j, earlier in enumerate(tasks[:i]):
+            truth = torch.tensor([labels.index(label) for label in earlier.labels])
+            with torch.no_grad():
+                matrix[i, j] = float((logits(earlier.texts).argmax(-1) == truth).float().mean())
+    assert matrix[1, 0] > 0.9
+    assert backward_transfer(matrix) < -0.2
 
 
 def test_registry_refuses_doubles_and_suggests() -> None:
