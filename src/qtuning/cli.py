@@ -102,7 +102,11 @@ def demo(
     """
     from qtuning.demo import run_demo
 
-    run_demo(output, model, seed, record=record)
+    console = Console(record=True, width=96) if picture else Console()
+    run_demo(output, model, seed, console, record)
+    if picture:
+        drawn = console.export_svg(title="qtuning demo")
+        picture.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.S), encoding="utf-8")
 
 
 @app.command()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -94,13 +96,14 @@ def run_demo(
         seconds = round(time.perf_counter() - began, 1)
         facts = {**figures, "seconds": seconds, "matrix": result.matrix[1:].tolist()}
         write_atomic(record, (json.dumps(facts, indent=1) + "\n").encode())
+    command = "qtuning" if shutil.which("qtuning") else sys.argv[0]  # as `make demo` called it
     console.print(
         f"\nThe collection (prompts of all tasks, not the model) is in [bold]{output}[/bold]. "
         f"All of it took {time.perf_counter() - began:.0f} s.\n"
         f"A page with the whole story: [bold]{page}[/bold]. Try next:\n"
-        f'  qtuning predict {output} "the soup was fine, the bill was not" --task sentiment-restaurants\n'
-        f"  qtuning show {output}\n"
-        f"  qtuning learn {output} your-task.csv        [dim]# columns: text, label[/dim]",
+        f'  {command} predict {output} "the soup was fine, the bill was not" --task sentiment-restaurants\n'
+        f"  {command} show {output}\n"
+        f"  {command} learn {output} your-task.csv        [dim]# columns: text, label[/dim]",
         soft_wrap=True,
     )
 
