@@ -95,6 +95,7 @@ def demo(
     record: Annotated[
         Path | None, typer.Option(help="Write the figures to this JSON file.")
     ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Save what is shown as an SVG file.")] = None,
 ) -> None:
     """Watch one frozen model learn eight tasks and forget none; a few minutes on two cores.
 
