@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
-from qtuning.backbones import load_backbone
-from qtuning.config import make_settings
-from qtuning.data import load_stream
 from qtuning.lanes import _begin, _step
-from qtuning.methods import make_method
 from qtuning.protocols import make_split
 from qtuning.records import memory
-from qtuning.streams import get_stream
+from qtuning.runs import prepare
 
 EVALUATION_SHARE = 0.35
 """A forward pass without gradient costs about a third of a training step of the same rows."""
@@ -26,16 +22,7 @@ def estimate(
     config: Any, seeds: Sequence[int], data: str | None, device: str | None
 ) -> dict[str, Any]:
     """Rows and steps of every task; seconds and memory from timing the longest task's first steps."""
-    tasks = load_stream(get_stream(config.stream), data)
-    backbone = load_backbone(
-        config.model,
-        dtype=config.dtype,
-        device=device,
-        readout=config.readout,
-        max_length=config.max_length,
-    )
-    method_settings, train = make_settings(backbone.family, **config.settings)
-    method: Any = make_method(config.method, backbone, method_settings, train)
+    tasks, backbone, method, (_, train) = prepare(config, data, device)
     rows, seconds, step_seconds = [], 0.0, 0.0
     for task in tasks:
         split = make_split(

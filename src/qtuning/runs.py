@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qtuning import __version__
 from qtuning.backbones import Backbone, load_backbone
-from qtuning.config import make_settings, settings_dict
+from qtuning.config import MethodSettings, TrainSettings, make_settings, settings_dict
 from qtuning.data import fingerprint, load_stream
 from qtuning.errors import ConfigError, RecordError, unknown
 from qtuning.evaluation import (
@@ -120,6 +120,22 @@ def run(
     return [read_json(folders[seed] / "result.json") for seed in seeds]
 
 
+def prepare(
+    config: RunConfig, data: str | None, device: str | None
+) -> tuple[list[Task], Backbone, Any, tuple[MethodSettings, TrainSettings]]:
+    """What a resolved config needs to run: the tasks with their texts, the model, the method on it, its settings."""
+    tasks = load_stream(get_stream(config.stream), data)
+    backbone = load_backbone(
+        config.model,
+        dtype=config.dtype,
+        device=device,
+        readout=config.readout,
+        max_length=config.max_length,
+    )
+    settings = make_settings(backbone.family, **config.settings)
+    return tasks, backbone, make_method(config.method, backbone, *settings), settings
+
+
 def _run_pack(
     config: RunConfig,
     seeds: Sequence[int],
@@ -130,16 +146,8 @@ def _run_pack(
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None,
     started: Callable[[Backbone, list[Task]], None] | None,
 ) -> None:
-    tasks = load_stream(get_stream(config.stream), data)
-    backbone = load_backbone(
-        config.model,
-        dtype=config.dtype,
-        device=device,
-        readout=config.readout,
-        max_length=config.max_length,
-    )
-    method_settings, train = make_settings(backbone.family, **config.settings)
-    method = make_method(config.method, backbone, method_settings, train)
+    tasks, backbone, method, settings = prepare(config, data, device)
+    train = settings[1]
     names = "-".join(folders[seed].name for seed in seeds)
     pack = folders[seeds[0]].parent / f"pack-{sha256_of(names.encode())[:8]}.json"
     journal = RunJournal(method, [folders[seed] for seed in seeds], pack)
@@ -166,8 +174,8 @@ def _run_pack(
             name: read_tensors(folder / "tasks" / f"{name}.safetensors")
             for name in stream_run.tasks
         }
-        settings = settings_dict(method_settings, train)
-        facts = result_of(config, stream_run, backbone, settings, stored, _costs(folder), began)
+        flat = settings_dict(*settings)
+        facts = result_of(config, stream_run, backbone, flat, stored, _costs(folder), began)
         write_json(folder / "result.json", facts)
 
 

@@ -125,6 +125,58 @@ def test_the_command(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "4 finished runs" in capsys.readouterr().out
 
 
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["qtuning", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+
+
+def test_a_dry_run_prints_the_plan_and_learns_nothing(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    settings = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
+    stream, model = runs.parent / "three.yaml", runs.parent / "model"
+    call(monkeypatch, "run", "--stream", stream, "--model", model, "--dry-run", "--output", tmp_path / "r",
+         "--seeds", "0 1", "--device", "cpu", "--test-limit", "6", *settings)  # fmt: skip
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "minutes for all" in shown
+    assert "MiB of memory" in shown
+    assert "urgency" in shown
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_yaml_of_a_run_and_json_lines(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"stream: {runs.parent / 'three.yaml'}\nmodel: {runs.parent / 'model'}\ntest_limit: 6\n"
+        f"settings: {json.dumps(SETTINGS)}\n"
+    )
+    call(monkeypatch, "validate", file)
+    assert "fine, run of 'q-tuning'" in capsys.readouterr().out
+    call(
+        monkeypatch,
+        "run",
+        file,
+        "--show",
+        "json",
+        "--device",
+        "cpu",
+        "--output",
+        tmp_path / "r",
+        "--set",
+        "train.epochs=2",
+    )
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "start"
+    assert kinds.count("epoch") == 6
+    assert kinds.count("task") == 3
+    assert kinds[-1] == "result"
+
+
 def test_the_papers_numbers_stand_beside() -> None:
     assert papers_numbers("order-09", "q-tuning") == ["79.7 (t5-large)", "56.2 (bert-base)"]
     assert papers_numbers("demo", "q-tuning") == []
