@@ -14,7 +14,7 @@ from qtuning.snapshots import predict_log_probs
 from qtuning.streams import list_cards
 
 pytestmark = pytest.mark.models
-TASKS = ("sentiment-restaurants", "tone", "urgency")
+TASKS = ("spam", "sentiment-restaurants", "urgency")
 
 
 @pytest.fixture(autouse=True)
@@ -26,24 +26,15 @@ def _needs_weights(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("model", ["minilm", "bge-small", "smollm2-135m"])
 def test_three_starter_tasks_above_the_majority_class(model: str) -> None:
-    epochs = (
-        5 if model == "smollm2-135m" else 8
-    )  # a causal model of 135 M parameters is slow on a CPU
     tuner = QTuner(
-        model,
-        prompt_length=5,
-        shared_length=5,
-        queue_size=2,
-        epochs=epochs,
-        validate_every=epochs,
-        validation_limit=4,
+        model, prompt_length=5, shared_length=5, queue_size=2, epochs=8, validate_every=2
     )
     for name in TASKS:
         task = load_task(name)
         facts = tuner.learn(task, progress=False)
         majority = majority_share(task.split(16).test.labels)
         print(f"{model} {name}: test {facts['test_score']:.3f}, majority {majority:.3f}")
-        assert facts["test_score"] > majority
+        assert facts["test_score"] > majority + 0.05
 
 
 def test_the_starter_tasks_are_neither_trivial_nor_hopeless() -> None:
