@@ -191,7 +191,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
     )
     # one key only: safetensors writes several in random order, and equal content must be equal bytes
     record = json.dumps({"sha256": digest, "facts": text})
-    _write(path, save_tensors(kept, metadata={"record": record}))
+    write_file(path, save_tensors(kept, metadata={"record": record}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -213,7 +213,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def write_json(path: Path, value: Any) -> None:
     """A JSON file, replaced as a whole."""
-    _write(path, (json.dumps(value, indent=1) + "\n").encode())
+    write_file(path, (json.dumps(value, indent=1) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
@@ -224,7 +224,8 @@ def read_json(path: Path) -> Any:
         raise RecordError(f"{path} is damaged ({error}); remove it to begin again.") from error
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """Bytes, replaced as a whole; what goes wrong is said in one line."""
     try:
         write_atomic(path, data)
     except OSError as error:

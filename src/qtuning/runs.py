@@ -33,8 +33,16 @@ from qtuning.lanes import Report
 from qtuning.methods import list_methods, make_method
 from qtuning.presets import get_preset
 from qtuning.protocols import PROTOCOLS
-from qtuning.records import SCHEMA, RunJournal, locked, read_json, read_tensors, to_json, write_json
-from qtuning.records import _write as write_file
+from qtuning.records import (
+    SCHEMA,
+    RunJournal,
+    locked,
+    read_json,
+    read_tensors,
+    to_json,
+    write_file,
+    write_json,
+)
 from qtuning.stream_loop import INNER_CELL_ROWS, StreamRun, run_streams
 from qtuning.streams import get_stream
 from qtuning.tasks import Task
