@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_flatten
 
 from qtuning import make_method, wrap_model
 from qtuning.config import make_settings
-from qtuning.lanes import _begin, _step
+from qtuning.lanes import Fit
+from qtuning.pack import Pack
 from qtuning.tasks import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -107,7 +108,8 @@ def fit_at(backbone, name: str, number: int):
         layout = torch.cat([state.shared_prefix, queue.rows])
         state = replace(state, queue=queue, learnt=state.learnt + 1, last_layout=layout)
     task = build_task()
-    return _begin(method.lane(state, task, task.split(8)), method.train)
+    lane = method.lane(state, task, task.split(8))
+    return Fit(lane, method.train), Pack(backbone, [lane], method.train)
 
 
 def measure() -> list[dict[str, float | int | str]]:
@@ -118,21 +120,23 @@ def measure() -> list[dict[str, float | int | str]]:
     times: dict[tuple[str, int], list[float]] = {place: [] for place in places}
     for repeat in range(REPEATS + 2):
         for place in places:
-            batch = fits[place].next_batch()
+            fit, pack = fits[place]
+            batch = fit.next_batch()
             began = time.perf_counter()
-            _step(backbone, [(fits[place], batch)])
+            pack.step([batch], [fit.step])
             if repeat >= 2:  # the first two warm up
                 times[place].append(time.perf_counter() - began)
     found = []
     for place in places:
         gc.collect()
         with PeakBytes() as memory:
-            _step(backbone, [(fits[place], fits[place].next_batch())])
+            fit, pack = fits[place]
+            pack.step([fit.next_batch()], [fit.step])
         found.append(
             {
                 "method": place[0],
                 "task": place[1],
-                "prompt_rows": len(fits[place].lane.layout()),
+                "prompt_rows": len(fit.lane.layout(fit.lane.tensors)),
                 "step_ms": round(1000 * statistics.median(times[place]), 2),
                 "peak_tensor_mib": round(memory.peak / 2**20, 2),
             }

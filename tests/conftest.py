@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import (
     RobertaConfig,
     T5Config,
 )
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from qtuning.backbones import Backbone, wrap_model
 from qtuning.tasks import Task
@@ -171,7 +173,17 @@ def make_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2)
+    if dtype == torch.float64:
+        for module in model.modules():
+            if isinstance(module, T5LayerNorm):
+                module.forward = partial(exact_norm, module)
     return model.to(dtype).eval()
+
+
+def exact_norm(module: T5LayerNorm, states: torch.Tensor) -> torch.Tensor:
+    """T5's norm in float64; transformers squares in float32 whatever it is given."""
+    spread = torch.rsqrt(states.square().mean(-1, keepdim=True) + module.variance_epsilon)
+    return module.weight * (states * spread)
 
 
 def make_backbone(

@@ -49,6 +49,12 @@ def run(
     ] = None,
     output: Annotated[Path, typer.Option(help="Where the records lie.")] = Path("runs"),
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
+    compile: Annotated[
+        str, typer.Option(help="Compile on a GPU: auto (when the work ahead repays it), on, off.")
+    ] = "auto",
+    lanes: Annotated[
+        int | None, typer.Option(help="Seeds that share a pass; as many as fit by default.")
+    ] = None,
     show: Annotated[
         str, typer.Option(help="auto (live), quiet, or json (a line per event).")
     ] = "auto",
@@ -86,7 +92,8 @@ def run(
     wanted: RunConfig = read_run_config(raw, str(config or "the flags")).resolved()
     numbers = _seeds(seeds)
     if dry_run:
-        _print_plan(wanted, numbers, data, device, output)
+        how = {"device": device, "compile": compile, "lanes": lanes}
+        _print_plan(wanted, numbers, data, how, output)
         return
     tracker = make_tracker(log_with, output, asdict(wanted)) if log_with else None
     display = _Display(show, wanted, numbers, tracker)
@@ -97,6 +104,8 @@ def run(
             output,
             data=data,
             device=device,
+            compile=compile,
+            lanes=lanes,
             report=display.epoch,
             after_task=display.task,
             started=display.started,
@@ -195,13 +204,13 @@ def _whole(text: str, flag: str) -> int:
 
 
 def _print_plan(
-    config: Any, seeds: Sequence[int], data: str | None, device: str | None, output: Path
+    config: Any, seeds: Sequence[int], data: str | None, how: dict[str, Any], output: Path
 ) -> None:
     """What would be run, with sizes, and an estimate from a few real training steps."""
     from qtuning.estimate import estimate
     from qtuning.runs import run_folder
 
-    plan = estimate(config, seeds, data, device)
+    plan = estimate(config, seeds, data, how)
     console = Console()
     console.print(
         f"[bold]{config.method}[/bold] on [bold]{config.stream}[/bold], {config.model}, seeds {list(seeds)}"

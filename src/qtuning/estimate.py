@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from qtuning.lanes import _begin, _step
+from qtuning.lanes import Fit
+from qtuning.pack import Pack
 from qtuning.protocols import make_split
 from qtuning.records import memory
 from qtuning.runs import prepare
@@ -19,10 +20,10 @@ EVALUATION_SHARE = 0.35
 
 
 def estimate(
-    config: Any, seeds: Sequence[int], data: str | None, device: str | None
+    config: Any, seeds: Sequence[int], data: str | None, how: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Rows and steps of every task; seconds and memory from timing the longest task's first steps."""
-    tasks, backbone, method, (_, train) = prepare(config, data, device)
+    tasks, backbone, method, (_, train) = prepare(config, data, how)
     rows, seconds, step_seconds = [], 0.0, 0.0
     for task in tasks:
         split = make_split(
@@ -33,8 +34,8 @@ def estimate(
             {"name": task.name, "classes": len(task.label_names), **split.sizes, "steps": steps}
         )
         if hasattr(method, "lane"):
-            lanes = [_begin(method.lane(method.start(seed), task, split), train) for seed in seeds]
-            step_seconds = _time_step(backbone, lanes)
+            lanes = [method.lane(method.start(seed), task, split) for seed in seeds]
+            step_seconds = _time_step(Pack(backbone, lanes, train))
             per_row = step_seconds / (train.batch_size * len(seeds))
             validations = len(split.validation) * math.ceil(train.epochs / train.validate_every)
             tested = 2 * len(split.test) + config.inner_rows * len(tasks) / 2
@@ -48,12 +49,12 @@ def estimate(
     return {"tasks": rows, "step_seconds": step_seconds, "seconds": seconds, "memory_mib": used}
 
 
-def _time_step(backbone: Any, fits: Sequence[Any]) -> float:
+def _time_step(pack: Pack) -> float:
+    fits = [Fit(lane, pack.settings) for lane in pack.lanes]
     times = []
     for _ in range(2):  # the first warms up
         began = time.perf_counter()
-        _step(backbone, [(fit, fit.next_batch()) for fit in fits])
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        pack.step([fit.next_batch() for fit in fits], [fit.step for fit in fits])
+        pack.take_losses()  # waits for the device
         times.append(time.perf_counter() - began)
     return times[-1]

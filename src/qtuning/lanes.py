@@ -1,68 +1,28 @@
 """fit_lanes: any number of prompt-tuning runs through one frozen backbone, in the same passes.
 
-A lane is one run learning one task. Each step, every lane hands in requests; the engine puts the
-rows of all of them into one batch, runs the backbone once, and gives each request its read-outs
-back. A lane's loss touches only its own tensors, so gradients cannot mix, and a single run is a
-pack of one lane.
+A lane is one run learning one task. The engine stacks lanes (`stack.py`) into a pack (`pack.py`), takes
+steps with all of them at once, validates them together, and keeps each lane's best state. A single
+run is a pack of one lane.
 """
 
 from __future__ import annotations
 
 import math
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtuning.backbones import Backbone, Row, Tokens
-from qtuning.backbones.answers import TokenIds
+from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
 from qtuning.errors import TrainingError
 from qtuning.evaluation import score_predictions
-from qtuning.scoring import Answerer, Query, score
-
-OWN_OPTIMISER = "discriminator"
-"""The learning-rate group with an optimiser of its own, outside the lane's gradient clipping."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """Examples to read under a layout of prompt vectors, and the loss on what is read."""
-
-    layout: Tensor
-    """[rows, d], attached to the lane's trainable tensors."""
-    tokens: Sequence[Tokens]
-    paths: Sequence[TokenIds]
-    """What each example reads of its answer (all but the last token)."""
-    loss: Callable[[Tensor], Tensor]
-    """Read-outs [n, t, h] -> a scalar."""
-    weight: float = 1.0
-
-
-class Lane(Protocol):
-    """All that the engine knows of a method."""
-
-    name: str
-    task: str
-    metric: str
-    train_size: int
-    order: torch.Generator
-    validation: Sequence[Tokens]
-    validation_labels: Sequence[int]
-
-    def parameters(self) -> dict[str, list[Tensor]]:
-        """Trainable tensors by learning-rate group: prompt, scale, shared, mlp, head, discriminator."""
-        ...
-
-    def requests(self, batch: Sequence[int]) -> list[Request]:
-        """What to compute for these training examples."""
-        ...
-
-    def answerer(self) -> Answerer:
-        """The lane as it would answer now."""
-        ...
+from qtuning.pack import Pack
+from qtuning.stack import Lane
 
 
 @dataclass(frozen=True)
@@ -83,47 +43,73 @@ FitState = tuple[dict[str, Tensor], dict[str, Any]]
 Report = Callable[[Progress], None]
 Checkpoint = Callable[[list[FitState]], None]
 
+WARM_UP_STEPS, TIMED_STEPS = 8, 4
+COMPILE_SECONDS = 60.0
+"""What compiling a model for a few shapes costs, on the slow side (T5-large: see docs/performance.md)."""
+SHARE_SAVED = 0.3
+"""Of a captured step, what compiling saves (T5-large in packs of 16: see docs/performance.md)."""
+SHARE_OF_FREE_MEMORY = 0.8
+"""For a pack; the rest is for validation and for what the allocator cannot use."""
 
-RESUMED = ("epoch", "step", "pending", "losses", "best", "best_epoch", "latest", "stale", "done")
+RESUMED = ("epoch", "step", "pending", "losses", "best", "best_epoch", "latest", "stale", "is_running",
+           "is_done", "at_once")  # fmt: skip
 """The plain values of a lane's training."""
 
 
 @dataclass
-class _Fit:
+class Fit:
     """Where one lane stands in its training."""
 
     lane: Lane
     settings: TrainSettings
-    optimisers: list[torch.optim.Optimizer]
-    clipped: list[Tensor]
-    parameters: list[Tensor]
+    at_once: int = 0
+    """Lanes that train at the same time, as decided when the pack began."""
     epoch: int = 0
     step: int = 0
     pending: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    best: tuple[float, float] = (-math.inf, -math.inf)
-    best_state: list[Tensor] | None = None
+    best: tuple[float, float] | None = None
+    """Score and log-likelihood on the validation rows."""
     best_epoch: int = 0
     latest: float | None = None
     stale: int = 0
-    done: bool = False
+    is_running: bool = False
+    is_done: bool = False
+    saved: dict[str, Tensor] | None = None
+    """Its numbers while it is in no pack."""
 
     def next_batch(self) -> list[int]:
+        """Training examples of the next step."""
         if not self.pending:
-            self.pending = torch.randperm(self.lane.train_size, generator=self.lane.order).tolist()
+            count = len(self.lane.train)
+            self.pending = torch.randperm(count, generator=self.lane.order).tolist()
         size = self.settings.batch_size
         batch, self.pending = self.pending[:size], self.pending[size:]
+        self.step += 1
         return batch
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps until its last epoch ends."""
+        size = self.settings.batch_size
+        per_epoch = -(-len(self.lane.train) // size)
+        return (self.settings.epochs - self.epoch) * per_epoch
+
+    def judge(self, quality: tuple[float, float]) -> bool:
+        """Whether this validation is the best so far.
+
+        Equal scores are common with a few dozen rows: the likelihood of the right labels decides.
+        """
+        self.latest = quality[0]
+        if self.best is None or quality > self.best:
+            self.best, self.best_epoch, self.stale = quality, self.epoch, 0
+            return True
+        self.stale += 1
+        return False
 
     def export(self) -> FitState:
         """Everything that continuing needs."""
-        tensors = {f"parameter.{i}": t.detach() for i, t in enumerate(self.parameters)}
-        if self.best_state is not None:
-            tensors |= {f"best.{i}": tensor for i, tensor in enumerate(self.best_state)}
-        for o, optimiser in enumerate(self.optimisers):
-            for i, entry in optimiser.state_dict()["state"].items():
-                tensors |= {f"adam.{o}.{i}.{key}": tensor for key, tensor in entry.items()}
-        tensors["order"] = self.lane.order.get_state()
+        tensors = {**(self.saved or {}), "order": self.lane.order.get_state()}
         return tensors, {name: getattr(self, name) for name in RESUMED}
 
     def restore(self, saved: FitState) -> None:
@@ -131,30 +117,9 @@ class _Fit:
         tensors, facts = saved
         for name in RESUMED:
             setattr(self, name, facts[name])
-        self.best = tuple(facts["best"])
-        with torch.no_grad():
-            for i, parameter in enumerate(self.parameters):
-                parameter.copy_(tensors[f"parameter.{i}"])
-        if "best.0" in tensors:
-            best = [tensors[f"best.{i}"] for i in range(len(self.parameters))]
-            self.best_state = [b.to(p.device) for b, p in zip(best, self.parameters, strict=True)]
-        for o, optimiser in enumerate(self.optimisers):
-            state = optimiser.state_dict()
-            state["state"] = {}
-            for key, tensor in tensors.items():
-                if key.startswith(f"adam.{o}."):
-                    _, _, number, part = key.split(".")
-                    state["state"].setdefault(int(number), {})[part] = tensor.clone()
-            optimiser.load_state_dict(state)
+        self.best = tuple(facts["best"]) if facts["best"] else None
+        self.saved = {k: t for k, t in tensors.items() if k != "order"} or None
         self.lane.order.set_state(tensors["order"].cpu())
-
-    def keep(self, quality: tuple[float, float]) -> None:
-        self.latest = quality[0]
-        if self.best_state is None or quality > self.best:
-            self.best, self.best_epoch, self.stale = quality, self.epoch, 0
-            self.best_state = [tensor.detach().clone() for tensor in self.parameters]
-        else:
-            self.stale += 1
 
 
 def fit_lanes(
@@ -164,16 +129,20 @@ def fit_lanes(
     report: Report | None = None,
     checkpoint: Checkpoint | None = None,
     resume: Sequence[FitState] | None = None,
+    tasks_ahead: int = 1,
 ) -> list[dict[str, float]]:
     """Train every lane on its task and leave it in its best state by validation.
 
     Args:
         backbone: The frozen model.
-        lanes: What is trained, together.
+        lanes: What is trained.
         settings: How.
         report: Called for each lane after each of its epochs.
         checkpoint: Called whenever lanes end an epoch, with all that continuing needs.
         resume: What an earlier `checkpoint` was given; training goes on from there, bit for bit.
+        tasks_ahead: How many tasks like this one will follow, it included; decides whether compiling pays.
+
+    Lanes beyond `backbone.at_once` wait, and one begins whenever another ends.
 
     Returns:
         For each lane its best epoch, validation score and last training loss.
@@ -181,125 +150,229 @@ def fit_lanes(
     Raises:
         TrainingError: When a loss is not finite; names task, epoch, step and lane.
     """
-    fits = [_begin(lane, settings) for lane in lanes]
-    for fit, saved in zip(fits, resume or (), strict=bool(resume)):
-        fit.restore(saved)
-    while active := [fit for fit in fits if not fit.done]:
-        _step(backbone, [(fit, fit.next_batch()) for fit in active])
-        ended = [fit for fit in active if not fit.pending]
-        for fit in ended:
-            fit.epoch += 1
-        _validate(backbone, [fit for fit in ended if _is_due(fit)])
+    engine = _Engine(backbone, lanes, settings, resume, tasks_ahead)
+    while engine.running:
+        ended = engine.step()
+        if not ended:
+            continue
+        engine.validate([fit for fit in ended if _is_due(fit)])
         for fit in ended:
             if report:
                 report(_progress(fit))
             fit.losses.clear()
             stopped = 0 < settings.patience <= fit.stale
-            fit.done = stopped or fit.epoch >= settings.epochs
-        if checkpoint and ended:
-            checkpoint([fit.export() for fit in fits])
-    return [_finish(fit) for fit in fits]
+            fit.is_done = stopped or fit.epoch >= settings.epochs
+        if checkpoint:
+            checkpoint(engine.export())
+        engine.replace_finished()
+    return [_finish(fit) for fit in engine.fits]
 
 
-def run_requests(backbone: Backbone, requests: Sequence[Request]) -> list[Tensor]:
-    """Weighted losses of all requests, from one pass over all their rows."""
-    rows: list[Row] = []
-    start = 0
-    for request in requests:
-        size = len(request.layout)
-        rows += [
-            Row(tokens, start, size, (path,))
-            for tokens, path in zip(request.tokens, request.paths, strict=True)
-        ]
-        start += size
-    hidden = backbone.hidden(rows, torch.cat([request.layout for request in requests]))
-    losses, first = [], 0
-    for request in requests:
-        last = first + len(request.tokens)
-        width = max(len(path) for path in request.paths) + 1
-        losses.append(request.weight * request.loss(hidden[first:last, :width]))
-        first = last
-    return losses
+class _Engine:
+    """The lanes that train now, as a pack, and those that wait for a place in it."""
 
+    def __init__(
+        self,
+        backbone: Backbone,
+        lanes: Sequence[Lane],
+        settings: TrainSettings,
+        resume: Sequence[FitState] | None,
+        tasks_ahead: int,
+    ):
+        self.backbone, self.settings, self.tasks_ahead = backbone, settings, tasks_ahead
+        self.fits = [Fit(lane, settings) for lane in lanes]
+        for fit, saved in zip(self.fits, resume or (), strict=bool(resume)):
+            fit.restore(saved)
+        planned = self.fits[0].at_once if self.fits else 0  # the plan of a resumed pack is kept
+        self.at_once = planned or backbone.at_once or lanes_that_fit(backbone, lanes, settings)
+        self.running: list[Fit] = []
+        self._steps = 0
+        self._clock = 0.0
+        self._pack([])
 
-def _begin(lane: Lane, settings: TrainSettings) -> _Fit:
-    groups = {name: tensors for name, tensors in lane.parameters().items() if tensors}
-    own = groups.pop(OWN_OPTIMISER, [])
+    def _pack(self, kept: Sequence[Fit]) -> None:
+        """These lanes, and waiting ones in the free places; those that had begun before go first."""
+        waiting = [fit for fit in self.fits if not fit.is_done and fit not in kept]
+        waiting.sort(key=lambda fit: not fit.is_running)
+        self.running = [*kept, *waiting[: self.at_once - len(kept)]]
+        if not self.running:
+            return
+        self.pack = Pack(self.backbone, [fit.lane for fit in self.running], self.settings)
+        for i, fit in enumerate(self.running):
+            fit.is_running = True
+            if fit.saved:
+                self.pack.restore(i, fit.saved)
+                fit.saved = None
 
-    def adam(parts: dict[str, list[Tensor]]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(
-            [{"params": t, "lr": getattr(settings, f"{name}_lr")} for name, t in parts.items()],
-            weight_decay=settings.weight_decay,
+    def _unpack(self) -> None:
+        """Every running lane's numbers to where they are kept outside a pack."""
+        for i, fit in enumerate(self.running):
+            fit.saved = self.pack.export(i)
+
+    def step(self) -> list[Fit]:
+        """One step of every running lane; those that ended an epoch."""
+        batches = [fit.next_batch() for fit in self.running]
+        while True:
+            try:
+                self._decide_to_compile()
+                self.pack.step(batches, [fit.step for fit in self.running])
+                break
+            except torch.OutOfMemoryError:
+                batches = self._with_fewer_lanes(batches)
+            except Exception as error:
+                if not (self.backbone.is_compiled or self.backbone.is_captured):
+                    raise
+                self._slower(error)
+        ended = [fit for fit in self.running if not fit.pending]
+        if ended:
+            self._collect_losses()
+        for fit in ended:
+            fit.epoch += 1
+        return ended
+
+    def _decide_to_compile(self) -> None:
+        """With `auto`, time a few captured steps and compile if the steps ahead would repay it."""
+        backbone = self.backbone
+        if backbone.is_compiled or backbone.compile == "off":
+            return
+        backbone.is_captured = backbone.device.type == "cuda"
+        if backbone.compile == "on":
+            backbone.is_compiled = True
+        if not backbone.is_captured or backbone.compile == "on":
+            return
+        if self._steps in (WARM_UP_STEPS, WARM_UP_STEPS + TIMED_STEPS):
+            torch.cuda.synchronize(backbone.device)
+            before, self._clock = self._clock, time.perf_counter()
+            if self._steps > WARM_UP_STEPS:
+                ahead = max(fit.steps_ahead for fit in self.running) * self.tasks_ahead
+                backbone.is_compiled = compiling_pays(ahead, (self._clock - before) / TIMED_STEPS)
+                if backbone.is_compiled:
+                    self.pack.graphs.forget()
+        self._steps += 1
+
+    def _slower(self, error: Exception) -> None:
+        """Go on without what failed. The step changed nothing: tensors are moved last."""
+        backbone = self.backbone
+        what = "compiled" if backbone.is_compiled else "captured as a CUDA graph"
+        if backbone.is_compiled:
+            backbone.is_compiled = False
+        else:
+            backbone.is_captured = False
+        backbone.compile = "off"
+        self.pack.graphs.forget()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        warnings.warn(
+            f"{backbone.name!r} cannot be {what} here ({type(error).__name__}: {reason}): going on without.",
+            stacklevel=2,
         )
 
-    clipped = [tensor for tensors in groups.values() for tensor in tensors]
-    optimisers = [adam(groups)] + ([adam({OWN_OPTIMISER: own})] if own else [])
-    return _Fit(lane, settings, optimisers, clipped, clipped + own)
-
-
-def _step(backbone: Backbone, work: Sequence[tuple[_Fit, list[int]]]) -> None:
-    """One optimiser step of every lane, from one forward and one backward pass."""
-    owners: list[_Fit] = []
-    requests: list[Request] = []
-    for fit, batch in work:
-        asked = fit.lane.requests(batch)
-        requests += asked
-        owners += [fit] * len(asked)
-    losses = run_requests(backbone, requests)
-    per_lane: dict[int, Tensor] = {}
-    for fit, loss in zip(owners, losses, strict=True):
-        per_lane[id(fit)] = per_lane.get(id(fit), torch.zeros_like(loss)) + loss
-    for fit, _ in work:
-        value = float(per_lane[id(fit)].detach())
-        fit.losses.append(value)
-        fit.step += 1
-        if not math.isfinite(value):
+    def _with_fewer_lanes(self, batches: list[list[int]]) -> list[list[int]]:
+        """Half of the lanes, with their batches; the rest takes its batch back and waits. Nothing was updated."""
+        if len(self.running) < 2:
             raise TrainingError(
-                f"the loss became {value} in task {fit.lane.task!r}, epoch {fit.epoch + 1}, step {fit.step}, "
-                f"lane {fit.lane.name!r}. Lower the learning rates, or use dtype fp32."
-            )
-    torch.stack(list(per_lane.values())).sum().backward()  # type: ignore[no-untyped-call]
-    for fit, _ in work:
-        if fit.settings.clip > 0:
-            torch.nn.utils.clip_grad_norm_(fit.clipped, fit.settings.clip)
-        for optimiser in fit.optimisers:
-            optimiser.step()
-            optimiser.zero_grad()
+                f"the card has too little memory for a single lane with {self.settings.batch_size} examples "
+                f"a step. Lower batch_size, queue_size or max_length, or use dtype bf16."
+            ) from None
+        if self.pack.losses:
+            self._collect_losses()
+        self._unpack()
+        half = (len(self.running) + 1) // 2
+        for fit, batch in zip(self.running[half:], batches[half:], strict=True):
+            fit.pending = [*batch, *fit.pending]
+            fit.step -= 1
+        kept, self.at_once = self.running[:half], half
+        del self.pack
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        warnings.warn(
+            f"the card ran out of memory: going on with {half} lanes at once.", stacklevel=2
+        )
+        self._pack(kept)
+        return batches[:half]
+
+    def _collect_losses(self) -> None:
+        found = self.pack.take_losses()
+        for fit, losses in zip(self.running, found.T, strict=True):
+            fit.losses += losses.tolist()
+            for k, value in enumerate(fit.losses):
+                if not math.isfinite(value):
+                    raise TrainingError(
+                        f"the loss became {value} in task {fit.lane.task!r}, epoch {fit.epoch + 1}, step "
+                        f"{fit.step - len(fit.losses) + k + 1}, lane {fit.lane.name!r}. Lower the learning "
+                        f"rates, or use dtype fp32."
+                    )
+
+    def validate(self, due: Sequence[Fit]) -> None:
+        """Score these lanes' validation rows together; keep the state of each that is better."""
+        places = [self.running.index(fit) for fit in due if fit.lane.validation_labels]
+        if not places:
+            return
+        better = []
+        for i, (guess, likelihood) in zip(places, self.pack.validate(places), strict=True):
+            fit = self.running[i]
+            if not math.isfinite(likelihood):
+                raise TrainingError(
+                    f"the validation likelihood became {likelihood} in task {fit.lane.task!r}, epoch "
+                    f"{fit.epoch}, lane {fit.lane.name!r}. Lower the learning rates, or use dtype fp32."
+                )
+            quality = score_predictions(fit.lane.metric, fit.lane.validation_labels, guess)
+            if fit.judge((quality, likelihood)):
+                better.append(i)
+        self.pack.keep_best(better)
+
+    def export(self) -> list[FitState]:
+        """Every lane, for a checkpoint."""
+        if self.pack.losses:
+            self._collect_losses()
+        self._unpack()
+        for fit in self.fits:
+            fit.at_once = self.at_once
+        states = [fit.export() for fit in self.fits]
+        for fit in self.running:
+            fit.saved = None
+        return states
+
+    def replace_finished(self) -> None:
+        """Give the places of lanes that are done to lanes that wait."""
+        if not any(fit.is_done for fit in self.running):
+            return
+        if self.pack.losses:
+            self._collect_losses()
+        self._unpack()
+        self._pack([fit for fit in self.running if not fit.is_done])
 
 
-def _is_due(fit: _Fit) -> bool:
+def compiling_pays(steps_ahead: int, step_seconds: float) -> bool:
+    """Whether the steps ahead would save more than compiling costs."""
+    return steps_ahead * step_seconds * SHARE_SAVED > COMPILE_SECONDS
+
+
+def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], settings: TrainSettings) -> int:
+    """As many lanes as the card has memory for, from one step of the longest of them; all on a CPU."""
+    if backbone.device.type != "cuda" or len(lanes) < 2:
+        return max(1, len(lanes))
+    longest = max(lanes, key=lambda lane: max(len(tokens.ids) for tokens in lane.train))
+    pack = Pack(backbone, [longest], settings)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(backbone.device)
+    before = torch.cuda.memory_allocated(backbone.device)
+    size = min(settings.batch_size, len(longest.train))
+    order = sorted(range(len(longest.train)), key=lambda i: -len(longest.train[i].ids))
+    losses = pack.forward(*pack.plan([order[:size]], [1]))
+    torch.autograd.grad(losses.sum(), list(pack.stacks[0].trained.values()), allow_unused=True)
+    needed = torch.cuda.max_memory_allocated(backbone.device) - before
+    del losses, pack
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(backbone.device)[0]
+    return max(1, min(len(lanes), int(SHARE_OF_FREE_MEMORY * free / needed)))
+
+
+def _is_due(fit: Fit) -> bool:
     last = fit.epoch >= fit.settings.epochs
     return last or fit.epoch % fit.settings.validate_every == 0
 
 
-def _validate(backbone: Backbone, fits: Sequence[_Fit]) -> None:
-    """Score all lanes' validation rows together; keep the state of each that is better.
-
-    Equal scores are common with a few dozen rows: the likelihood of the right labels decides.
-    """
-    queries: list[Query] = []
-    for fit in fits:
-        answerer = fit.lane.answerer()
-        queries += [Query(answerer, tokens) for tokens in fit.lane.validation]
-    scores = score(backbone, queries)
-    first = 0
-    for fit in fits:
-        labels = fit.lane.validation_labels
-        own, first = scores[first : first + len(labels)], first + len(labels)
-        if not labels:
-            fit.best_state = None  # nothing to choose by: the last state stays
-            continue
-        predicted = [int(log_probs.argmax()) for log_probs in own]
-        likelihood = sum(float(log[y]) for log, y in zip(own, labels, strict=True)) / len(labels)
-        if not math.isfinite(likelihood):
-            raise TrainingError(
-                f"the validation likelihood became {likelihood} in task {fit.lane.task!r}, epoch {fit.epoch}, "
-                f"lane {fit.lane.name!r}. Lower the learning rates, or use dtype fp32."
-            )
-        fit.keep((score_predictions(fit.lane.metric, labels, predicted), likelihood))
-
-
-def _progress(fit: _Fit) -> Progress:
+def _progress(fit: Fit) -> Progress:
     return Progress(
         lane=fit.lane.name,
         task=fit.lane.task,
@@ -307,16 +380,17 @@ def _progress(fit: _Fit) -> Progress:
         epochs=fit.settings.epochs,
         loss=sum(fit.losses) / len(fit.losses),
         validation=fit.latest,
-        best=fit.best[0] if fit.latest is not None else None,
+        best=fit.best[0] if fit.best else None,
     )
 
 
-def _finish(fit: _Fit) -> dict[str, float]:
-    if fit.best_state is not None:
-        with torch.no_grad():
-            for tensor, kept in zip(fit.parameters, fit.best_state, strict=True):
-                tensor.copy_(kept)
+def _finish(fit: Fit) -> dict[str, float]:
+    """The lane in its best state by validation, or its last where there were no validation rows."""
+    kind = "best" if fit.best else "parameter"
+    assert fit.saved is not None
+    for name, tensor in fit.lane.trained.items():
+        tensor.copy_(fit.saved[f"{kind}.{name}"])
     found = {"epochs": float(fit.epoch), "best_epoch": float(fit.best_epoch or fit.epoch)}
-    if fit.best_state is not None:
+    if fit.best:
         found |= {"validation_score": fit.best[0], "validation_log_likelihood": fit.best[1]}
     return found

@@ -1,23 +1,29 @@
 """Losses on logits: cross-entropy on the task, and the two forms of memory retention.
 
-Every function takes logits [n, t, v]: n examples, t read-out positions (1 for an encoder), v classes
-or vocabulary entries. `IGNORE` marks positions past the end of a shorter answer.
+Every function takes logits [..., n, t, v]: n examples, t read-out positions (1 for an encoder), v classes
+or vocabulary entries. Leading dimensions are lanes, each with a loss of its own. `IGNORE` marks
+positions past the end of a shorter answer, and examples that only fill a batch.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 IGNORE = -100
+HIDDEN = 512
+"""Units of each of the discriminator's two hidden layers."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-probability of the targets [n, t] (Eq. 1; Eq. 8 under Q-tuning's layout)."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    """Mean negative log-probability of the targets [..., n, t] (Eq. 1; Eq. 8 under Q-tuning's layout)."""
+    each = F.cross_entropy(
+        logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+    return _mean(each.view(targets.shape), targets)
 
 
 def kl_retention(new_logits: Tensor, old_logits: Tensor, targets: Tensor) -> Tensor:
@@ -28,52 +34,69 @@ def kl_retention(new_logits: Tensor, old_logits: Tensor, targets: Tensor) -> Ten
     """
     new = F.log_softmax(new_logits, dim=-1)
     old = F.log_softmax(old_logits.detach(), dim=-1)
-    divergence = F.kl_div(old, new, reduction="none", log_target=True).sum(dim=-1)
+    return _mean(F.kl_div(old, new, reduction="none", log_target=True).sum(dim=-1), targets)
+
+
+def _mean(values: Tensor, targets: Tensor) -> Tensor:
+    """Mean of the values [..., n, t] that count -> [...]."""
     kept = targets != IGNORE
-    return divergence[kept].mean()
+    total = values.where(kept, 0).sum(dim=(-2, -1))
+    return total / kept.sum(dim=(-2, -1)).clamp(min=1)
 
 
-class Discriminator(nn.Module):
-    """F_omega of Eq. 7: a pair of score vectors [n, 2 k] -> [n]; two hidden layers of 512."""
-
-    def __init__(self, width: int, generator: torch.Generator, dtype: torch.dtype):
-        super().__init__()
-        sizes = [2 * width, 512, 512, 1]
-        layers: list[nn.Module] = []
-        for inner, outer in itertools.pairwise(sizes):
-            layer = nn.Linear(inner, outer, dtype=dtype)
-            bound = inner**-0.5
-            for parameter in (layer.weight, layer.bias):
-                nn.init.uniform_(parameter, -bound, bound, generator=generator)
-            layers += [layer, nn.ReLU()]
-        self.layers = nn.Sequential(*layers[:-1])
-
-    def forward(self, pairs: Tensor) -> Tensor:
-        """[n, 2 k] -> [n]."""
-        out: Tensor = self.layers(pairs).squeeze(-1)
-        return out
+def make_discriminator(
+    width: int, generator: torch.Generator, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Weights of F_omega of Eq. 7, for a pair of score vectors of `width` each."""
+    weights: dict[str, Tensor] = {}
+    for name, inner, outer in (
+        ("first", 2 * width, HIDDEN),
+        ("second", HIDDEN, HIDDEN),
+        ("last", HIDDEN, 1),
+    ):
+        bound = inner**-0.5
+        for part, shape in (("weight", (outer, inner)), ("bias", (outer,))):
+            drawn = torch.empty(shape, dtype=dtype).uniform_(-bound, bound, generator=generator)
+            weights[f"{name}.{part}"] = drawn
+    both = weights.pop("first.weight")  # apart, so that lanes of different widths can be stacked
+    weights["first.new"], weights["first.old"] = both[:, :width].clone(), both[:, width:].clone()
+    return weights
 
 
-def jsd_retention(new: Tensor, old: Tensor, discriminator: nn.Module) -> Tensor:
-    """Minus the Jensen-Shannon lower bound of the mutual information of new and old [n, k] (Eq. 9).
+def discriminate(weights: Mapping[str, Tensor], new: Tensor, old: Tensor) -> Tensor:
+    """F_omega of Eq. 7: a pair of score vectors [..., n, k] -> [..., n]."""
+    first = new @ weights["first.new"].mT + old @ weights["first.old"].mT
+    hidden = torch.relu(first + weights["first.bias"][..., None, :])
+    hidden = torch.relu(hidden @ weights["second.weight"].mT + weights["second.bias"][..., None, :])
+    return (hidden @ weights["last.weight"].mT + weights["last.bias"][..., None, :]).squeeze(-1)
 
-    Pairs of the batch are samples of the joint; shifting one side by one example, so that nothing
-    meets its own partner, gives samples of the product of marginals. A batch of one has no such
-    pair and contributes nothing.
+
+def jsd_retention(
+    new: Tensor, old: Tensor, judge: Callable[[Tensor, Tensor], Tensor], count: Tensor
+) -> Tensor:
+    """Minus the Jensen-Shannon lower bound of the mutual information of new and old [..., n, k] (Eq. 9).
+
+    Of the n examples the first `count` [...] are meant. Pairs of the batch are samples of the joint;
+    shifting one side by one example, so that nothing meets its own partner, gives samples of the
+    product of marginals. A batch of one has no such pair and contributes nothing.
     """
-    if len(new) < 2:
-        return new.sum() * 0.0
     old = old.detach()
-    joint = discriminator(torch.cat([new, old], dim=-1))
-    marginal = discriminator(torch.cat([new, old.roll(1, dims=0)], dim=-1))
-    return F.softplus(-joint).mean() + F.softplus(marginal).mean()
+    place = torch.arange(new.shape[-2], device=new.device)
+    other = torch.where(place == 0, count[..., None] - 1, place - 1).clamp(min=0)
+    shifted = old.gather(-2, other[..., None].expand_as(old))
+    each = F.softplus(-judge(new, old)) + F.softplus(judge(new, shifted))
+    meant = (place < count[..., None]) & (count[..., None] > 1)
+    return each.where(meant, 0).sum(dim=-1) / count.clamp(min=1)
 
 
-def label_scores(logits: Tensor, targets: Tensor, columns: Tensor) -> Tensor:
-    """What the discriminator sees: log-probabilities of the label tokens, [n, t, v] -> [n, k].
+def label_scores(logits: Tensor, targets: Tensor, columns: Tensor, is_column: Tensor) -> Tensor:
+    """What the discriminator sees: log-probabilities of the label tokens, [..., n, t, v] -> [..., n, k].
 
-    Averaged over the answer's positions, restricted to the columns that any label uses.
+    Averaged over the answer's positions, restricted to the columns [..., k] that any label uses; 0 where
+    `is_column` [..., k] is 0.
     """
-    log_probs = F.log_softmax(logits, dim=-1)[..., columns]
-    kept = (targets != IGNORE).unsqueeze(-1).to(log_probs)
-    return (log_probs * kept).sum(dim=1) / kept.sum(dim=1)
+    log_probs = F.log_softmax(logits, dim=-1)
+    index = columns[..., None, None, :].expand(*log_probs.shape[:-1], -1)
+    chosen = log_probs.gather(-1, index) * is_column[..., None, None, :]
+    kept = (targets != IGNORE).unsqueeze(-1).to(chosen)
+    return (chosen * kept).sum(dim=-2) / kept.sum(dim=-2).clamp(min=1)

@@ -110,12 +110,18 @@ def run(
     *,
     data: str | None = None,
     device: str | None = None,
+    compile: str = "auto",
+    lanes: int | None = None,
     report: Report | None = None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
     started: Callable[[Backbone, list[Task]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run the seeds that are not finished, together; answer at once with the records of those that are."""
+    """Run the seeds that are not finished, together; answer at once with the records of those that are.
+
+    `device`, `compile` and `lanes` say how a run is computed, not what it is: see `load_backbone`.
+    """
     config = config.resolved()
+    how = {"device": device, "compile": compile, "lanes": lanes}
     folders = {seed: run_folder(root, config, seed) for seed in seeds}
     todo = [seed for seed in seeds if not (folders[seed] / "result.json").exists()]
     if todo:
@@ -124,21 +130,21 @@ def run(
             for seed in todo:
                 _check_config(folders[seed], config, seed)
             if todo:
-                _run_pack(config, todo, folders, data, device, report, after_task, started)
+                _run_pack(config, todo, folders, data, how, report, after_task, started)
     return [read_json(folders[seed] / "result.json") for seed in seeds]
 
 
 def prepare(
-    config: RunConfig, data: str | None, device: str | None
+    config: RunConfig, data: str | None, how: Mapping[str, Any]
 ) -> tuple[list[Task], Backbone, Any, tuple[MethodSettings, TrainSettings]]:
     """What a resolved config needs to run: the tasks with their texts, the model, the method on it, its settings."""
     tasks = load_stream(get_stream(config.stream), data)
     backbone = load_backbone(
         config.model,
         dtype=config.dtype,
-        device=device,
         readout=config.readout,
         max_length=config.max_length,
+        **how,
     )
     settings = make_settings(backbone.family, **config.settings)
     return tasks, backbone, make_method(config.method, backbone, *settings), settings
@@ -149,12 +155,12 @@ def _run_pack(
     seeds: Sequence[int],
     folders: dict[int, Path],
     data: str | None,
-    device: str | None,
+    how: Mapping[str, Any],
     report: Report | None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None,
     started: Callable[[Backbone, list[Task]], None] | None,
 ) -> None:
-    tasks, backbone, method, settings = prepare(config, data, device)
+    tasks, backbone, method, settings = prepare(config, data, how)
     train = settings[1]
     names = "-".join(folders[seed].name for seed in seeds)
     pack = folders[seeds[0]].parent / f"pack-{sha256_of(names.encode())[:8]}.json"

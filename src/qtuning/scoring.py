@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtuning.backbones import AnswerSet, Backbone, Head, Row, Tokens
+from qtuning.backbones import AnswerSet, Backbone, Head, Reading, Row, Tokens
 
-BATCH_TOKENS = {"cpu": 4096}
+CPU_TOKENS = 4096
 """Padded positions of one forward pass: on a CPU small enough for its cache, …"""
 CARD_TOKENS = 65536
-"""… on a card large enough to fill it."""
+"""… on a card large enough to fill it, …"""
+CARD_BYTES_PER_NUMBER = 64
+"""… and small enough for what is free: so many bytes per position and unit of width, seen with T5-large."""
+
+MOST_LOGITS = 2**27
+"""Numbers of a vocabulary's logits that exist at the same time."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,136 @@ class Query:
 
 def score(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:
     """Log-probabilities [labels] of each query's own labels, in the order of the queries."""
-    results: list[Tensor | None] = [None] * len(queries)
-    for batch in batches_by_length([_length(query) for query in queries], backbone):
-        scored = _score_batch(backbone, [queries[i] for i in batch])
-        for i, found in zip(batch, scored, strict=True):
-            results[i] = found
-    return [found for found in results if found is not None]
+    if not queries:
+        return []
+    answerers = list({id(q.answerer): q.answerer for q in queries}.values())
+    number = {id(answerer): i for i, answerer in enumerate(answerers)}
+    asked = [number[id(query.answerer)] for query in queries]
+    bank, slots = _bank(answerers)
+    answers = [answerer.answers for answerer in answerers]
+    quiz = Quiz(backbone, [q.tokens for q in queries], asked, slots, answers)
+    heads = [answerer.head for answerer in answerers if answerer.head]
+    found = quiz.log_probs(bank, stack_heads(heads) if heads else None)
+    return [line[: len(answers[i].sequences)] for line, i in zip(found, asked, strict=True)]
+
+
+class Quiz:
+    """Queries as tensors, in batches of like length: built once, answered as often as prompts change."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        tokens: Sequence[Tokens],
+        asked: Sequence[int],
+        slots: Sequence[Sequence[int]],
+        answers: Sequence[AnswerSet],
+    ):
+        """`asked` says, for each text, which of the tasks with these slots and answers it is for."""
+        self.backbone = backbone
+        self.labels = torch.tensor(
+            [len(each.sequences) for each in answers], device=backbone.device
+        )
+        rows = [
+            Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
+        ]  # fmt: skip
+        lengths = [
+            len(row.slots) + len(row.tokens.ids) + answers[i].longest
+            for row, i in zip(rows, asked, strict=True)
+        ]
+        weight = [len(row.paths) for row in rows]
+        self.batches = [
+            _QuizBatch.build(backbone, places, rows, asked, answers)
+            for places in batches_by_length(lengths, backbone, weight)
+        ]
+        self.size = len(rows)
+
+    @torch.no_grad()
+    def log_probs(self, bank: Tensor, heads: Head | None) -> Tensor:
+        """[queries, most labels], -inf past the labels of a query's task.
+
+        Args:
+            bank: [rows, d] prompt vectors, in which the slots lie.
+            heads: Those of an encoder's tasks, stacked: [tasks, most labels, h].
+        """
+        widest = int(self.labels.max()) if len(self.labels) else 0
+        found = torch.full((self.size, widest), -torch.inf, dtype=self.backbone.lane_dtype)
+        found = found.to(bank.device)
+        for batch in self.batches:
+            with self.backbone.layers(is_training=False):
+                hidden = self.backbone.hidden(batch.reading, bank)
+            if heads is not None:
+                own = Head(heads.weight[batch.task], heads.bias[batch.task])
+                raw = self.backbone.logits(hidden[:, None], own)[:, 0, 0]
+            else:
+                raw = self._words(batch, hidden)
+            columns = torch.arange(raw.shape[1], device=raw.device)
+            raw = raw.where(columns < self.labels[batch.task][:, None], -torch.inf)
+            found[batch.place, : raw.shape[1]] = F.log_softmax(raw, dim=-1)
+        return found
+
+    def _words(self, batch: _QuizBatch, hidden: Tensor) -> Tensor:
+        """Log-probabilities of label words [n, labels] from read-outs [p, t, h]."""
+        at_once = max(1, MOST_LOGITS // (hidden.shape[1] * self.backbone.vocabulary_size))
+        chunks = []
+        for states, tokens in zip(
+            torch.split(hidden, at_once), torch.split(batch.tokens, at_once), strict=True
+        ):
+            logits = self.backbone.logits(states, None)
+            chunks.append(logits.gather(-1, tokens) - logits.logsumexp(dim=-1, keepdim=True))
+        per_path = torch.cat(chunks)  # [p, t, labels]
+        # a label's tokens are read on one path of its row: the others count as 0
+        kept = per_path.where(batch.is_read, 0).sum(dim=1)
+        if batch.reading.is_single:
+            return kept
+        found = kept.new_zeros(len(batch.place), kept.shape[1])
+        return found.index_add_(0, batch.reading.owner, kept)
+
+
+@dataclass(frozen=True)
+class _QuizBatch:
+    """Some queries, and where their labels are read."""
+
+    reading: Reading
+    place: Tensor
+    """[n] which query each row is."""
+    task: Tensor
+    """[n] which task it is for."""
+    tokens: Tensor
+    """[p, t, labels] token of each label at each step of a path."""
+    is_read: Tensor
+    """[p, t, labels] whether the label is read there."""
+
+    @classmethod
+    def build(
+        cls,
+        backbone: Backbone,
+        places: Sequence[int],
+        rows: Sequence[Row],
+        asked: Sequence[int],
+        answers: Sequence[AnswerSet],
+    ) -> _QuizBatch:
+        tables = {i: _label_table(answers[i]) for i in {asked[place] for place in places}}
+        reading = backbone.prepare([rows[place] for place in places])
+        steps = reading.path.shape[1] + 1
+        labels = max(table.shape[2] for table in tables.values())
+        padded = np.full((len(reading.owner), steps, labels), -1, dtype=np.int64)
+        first = 0
+        for place in places:
+            table = tables[asked[place]]
+            padded[first : first + len(table), : table.shape[1], : table.shape[2]] = table
+            first += len(table)
+        tokens = torch.from_numpy(padded).to(backbone.device)
+        which = torch.tensor(list(places), device=backbone.device)
+        task = torch.tensor([asked[i] for i in places], device=backbone.device)
+        return cls(reading, which, task, tokens.clamp(min=0), tokens >= 0)
+
+
+def _label_table(answers: AnswerSet) -> np.ndarray:
+    """[paths, steps, labels]: the token of each label where it is read, -1 elsewhere."""
+    table = np.full((len(answers.paths), answers.longest, len(answers.sequences)), -1, np.int64)
+    for label, (sequence, path) in enumerate(zip(answers.sequences, answers.path_of, strict=True)):
+        table[path, : len(sequence), label] = sequence
+    return table
 
 
 def exact_matches(
@@ -55,74 +185,76 @@ def exact_matches(
     as generation with a length limit does.
     """
     results = [False] * len(queries)
-    for batch in batches_by_length([_length(query) for query in queries], backbone):
+    lengths = [
+        len(q.answerer.layout) + len(q.tokens.ids) + q.answerer.answers.longest for q in queries
+    ]
+    for batch in batches_by_length(lengths, backbone):
+        asked = [queries[i] for i in batch]
+        answerers = list({id(q.answerer): q.answerer for q in asked}.values())
+        number = {id(answerer): i for i, answerer in enumerate(answerers)}
+        bank, slots = _bank(answerers)
         golden = [queries[i].answerer.answers.sequences[gold[i]] for i in batch]
         sequences = [backbone.closed(sequence)[:max_tokens] for sequence in golden]
-        bank, starts = _bank([queries[i].answerer for i in batch])
         rows = [
-            Row(queries[i].tokens, starts[id(queries[i].answerer)], len(queries[i].answerer.layout), (s[:-1],))
-            for i, s in zip(batch, sequences, strict=True)
-        ]  # fmt: skip
+            Row(q.tokens, slots[number[id(q.answerer)]], (s[:-1],))
+            for q, s in zip(asked, sequences, strict=True)
+        ]
         with torch.no_grad():
-            hidden = backbone.hidden(rows, bank)
-            for k, (i, sequence) in enumerate(zip(batch, sequences, strict=True)):
-                states = hidden[k : k + 1, : len(sequence)]
-                best = backbone.logits(states, queries[i].answerer.head).argmax(dim=-1)[0]
-                results[i] = best.tolist() == list(sequence)
+            hidden = backbone.hidden(backbone.prepare(rows), bank)
+            best = backbone.logits(hidden, asked[0].answerer.head).argmax(dim=-1).tolist()
+        for i, sequence, written in zip(batch, sequences, best, strict=True):
+            results[i] = written[: len(sequence)] == list(sequence)
     return results
 
 
-def batches_by_length(lengths: Sequence[int], backbone: Backbone) -> list[list[int]]:
-    """Indices in batches of like length, longest first, each at most the device's number of padded positions."""
-    budget = BATCH_TOKENS.get(backbone.device.type, CARD_TOKENS)
+@torch.no_grad()
+def read_all(backbone: Backbone, rows: Sequence[Row], bank: Tensor) -> Tensor:
+    """Read-outs [n, t, h] of rows with one path each, without gradient, in batches of like length."""
+    longest = max((len(row.paths[0]) for row in rows), default=0) + 1
+    shape = (len(rows), longest, backbone.hidden_dim)
+    kept = torch.zeros(shape, dtype=backbone.dtype, device=bank.device)
+    lengths = [len(row.slots) + len(row.tokens.ids) + len(row.paths[0]) for row in rows]
+    for batch in batches_by_length(lengths, backbone):
+        hidden = backbone.hidden(backbone.prepare([rows[i] for i in batch]), bank)
+        kept[torch.tensor(batch, device=kept.device), : hidden.shape[1]] = hidden
+    return kept
+
+
+def stack_heads(heads: Sequence[Head]) -> Head:
+    """Heads as one, [tasks, most labels, h], with zeros for labels that a task does not have."""
+    most = max(len(head.bias) for head in heads)
+    weights = [F.pad(head.weight, (0, 0, 0, most - len(head.bias))) for head in heads]
+    biases = [F.pad(head.bias, (0, most - len(head.bias))) for head in heads]
+    return Head(torch.stack(weights), torch.stack(biases))
+
+
+def batches_by_length(
+    lengths: Sequence[int], backbone: Backbone, weights: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Indices in batches of like length, longest first, each at most the device's number of padded positions.
+
+    `weights` counts a row several times, for label words that are read on several paths.
+    """
+    budget = CPU_TOKENS
+    if backbone.device.type == "cuda":
+        free = torch.cuda.mem_get_info(backbone.device)[0]
+        budget = min(CARD_TOKENS, free // (CARD_BYTES_PER_NUMBER * backbone.hidden_dim))
     batches: list[list[int]] = []
+    full = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > budget:
+        weight = weights[i] if weights else 1
+        if not batches or (full + weight) * lengths[batches[-1][0]] > budget:
             batches.append([])
+            full = 0
         batches[-1].append(i)
+        full += weight
     return batches
 
 
-def _length(query: Query) -> int:
-    answers = query.answerer.answers
-    return len(query.answerer.layout) + len(query.tokens.ids) + answers.longest
-
-
-def _bank(answerers: Sequence[Answerer]) -> tuple[Tensor, dict[int, int]]:
-    """All layouts one under another, each once, and the first row of each."""
-    starts: dict[int, int] = {}
-    layouts: list[Tensor] = []
-    size = 0
+def _bank(answerers: Sequence[Answerer]) -> tuple[Tensor, list[range]]:
+    """All layouts one under another, and the rows of each."""
+    slots, first = [], 0
     for answerer in answerers:
-        if id(answerer) not in starts:
-            starts[id(answerer)] = size
-            layouts.append(answerer.layout)
-            size += len(answerer.layout)
-    return torch.cat(layouts), starts
-
-
-@torch.no_grad()
-def _score_batch(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:
-    bank, starts = _bank([query.answerer for query in queries])
-    rows = [
-        Row(q.tokens, starts[id(q.answerer)], len(q.answerer.layout), q.answerer.answers.paths)
-        for q in queries
-    ]
-    hidden = backbone.hidden(rows, bank)
-    firsts = [0]
-    for row in rows:
-        firsts.append(firsts[-1] + len(row.paths))
-    results: list[Tensor | None] = [None] * len(queries)
-    members: dict[int, list[int]] = {}
-    for i, query in enumerate(queries):
-        members.setdefault(id(query.answerer), []).append(i)
-    for group in members.values():  # one head or label set at a time
-        answerer = queries[group[0]].answerer
-        width = max(len(path) for path in answerer.answers.paths) + 1
-        states = torch.cat([hidden[firsts[i] : firsts[i + 1], :width] for i in group])
-        logs = F.log_softmax(backbone.logits(states, answerer.head), dim=-1)
-        per_path = logs.reshape(len(group), len(answerer.answers.paths), *logs.shape[1:])
-        labels = F.log_softmax(answerer.answers.log_probs(per_path), dim=-1)
-        for i, found in zip(group, labels, strict=True):
-            results[i] = found
-    return [found for found in results if found is not None]
+        slots.append(range(first, first + len(answerer.layout)))
+        first += len(answerer.layout)
+    return torch.cat([answerer.layout for answerer in answerers]), slots

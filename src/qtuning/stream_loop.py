@@ -167,6 +167,7 @@ def _learn(
         report,
         checkpoint=lambda now: journal.epoch(runs, now),
         resume=fits,
+        tasks_ahead=len(runs[0].tasks) - runs[0].done,
     )
     for run, lane, found in zip(runs, lanes, facts, strict=True):
         run.state = lane.finish(found)

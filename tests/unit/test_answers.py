@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import torch
-
 from qtuning.backbones.answers import AnswerSet
+from qtuning.scoring import _label_table
 
 
 def test_one_token_labels_need_a_single_empty_path() -> None:
@@ -20,11 +19,8 @@ def test_shared_beginnings_are_read_once() -> None:
     assert branching.path_of == (0, 1, 0)
 
 
-def test_log_probs_sum_along_each_sequence() -> None:
-    answers = AnswerSet.build([(1, 2), (3, 4), (5,)])
-    logs = torch.randn(6, 2, 2, 10)
-    found = answers.log_probs(logs)
-    for n in range(6):
-        assert torch.isclose(found[n, 0], logs[n, 0, 0, 1] + logs[n, 0, 1, 2])
-        assert torch.isclose(found[n, 1], logs[n, 1, 0, 3] + logs[n, 1, 1, 4])
-        assert torch.isclose(found[n, 2], logs[n, 0, 0, 5])
+def test_every_label_is_read_on_one_path() -> None:
+    table = _label_table(AnswerSet.build([(1, 2), (3, 4), (5,)]))
+    assert table[:, :, 0].tolist() == [[1, 2], [-1, -1]]
+    assert table[:, :, 1].tolist() == [[-1, -1], [3, 4]]
+    assert table[:, :, 2].tolist() == [[5, -1], [-1, -1]]

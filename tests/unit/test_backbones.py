@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import T5ForConditionalGeneration
 
 from qtuning.backbones import Head, Row, load_backbone, weights_sha256, wrap_model
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
+from qtuning.backbones.t5 import T5Layers
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.scoring import Answerer, Query, exact_matches, score
 from tests.conftest import CONFIGS, FAMILY_OF, make_backbone, make_model, make_tokenizer
@@ -35,10 +37,10 @@ def test_rows_of_different_lengths_in_one_batch_equal_one_by_one(kind: str) -> N
     bank = bank_of(backbone, 9)
     answers = backbone.answers(WORDS)
     tokens = backbone.tokenize(TEXTS, 9, answers.longest)
-    rows = [Row(t, 3 * i, 3 + i, answers.paths) for i, t in enumerate(tokens)][:3]
-    rows = [Row(r.tokens, r.bank_start, min(r.bank_rows, 9 - r.bank_start), r.paths) for r in rows]
-    together = backbone.hidden(rows, bank)
-    alone = [backbone.hidden([row], bank) for row in rows]
+    slots = [(0, 1, 2), (3, 4, 6, 7), (6, 7, 8)]
+    rows = [Row(t, own, answers.paths) for t, own in zip(tokens, slots, strict=False)]
+    together = backbone.hidden(backbone.prepare(rows), bank)
+    alone = [backbone.hidden(backbone.prepare([row]), bank) for row in rows]
     torch.testing.assert_close(
         together, torch.cat([F.pad(a, (0, 0, 0, together.shape[1] - a.shape[1])) for a in alone]),
         rtol=0, atol=1e-10,
@@ -89,7 +91,10 @@ def test_encoder_reads_cls_or_mean_with_cls_first(kind: str, readout: str) -> No
         states = backbone.model(inputs_embeds=whole).last_hidden_state[0]
     expected = states[0] if readout == "cls" else torch.cat([states[:1], states[4:]]).mean(0)
     torch.testing.assert_close(
-        backbone.hidden([Row(tokens, 0, 3)], bank)[0, 0], expected, rtol=0, atol=1e-10
+        backbone.hidden(backbone.prepare([Row(tokens, range(3))]), bank)[0, 0],
+        expected,
+        rtol=0,
+        atol=1e-10,
     )
 
 
@@ -139,7 +144,11 @@ def test_segments_are_used_only_where_the_model_has_them() -> None:
     tokenizer = make_tokenizer("bert")  # offers segment ids
     backbone = wrap_model(make_model("roberta"), tokenizer, name="one-segment")
     (tokens,) = backbone.tokenize([("good", "bad")], 0)
-    assert backbone.hidden([Row(tokens, 0, 0)], bank_of(backbone, 1)).shape == (1, 1, 32)
+    assert backbone.hidden(backbone.prepare([Row(tokens)]), bank_of(backbone, 1)).shape == (
+        1,
+        1,
+        32,
+    )
 
 
 def test_half_precision_t5_is_refused_for_a_model_in_hand() -> None:
@@ -156,7 +165,7 @@ def test_exact_match_wants_the_end_token() -> None:
     bank = bank_of(backbone, 3)
     (tokens,) = backbone.tokenize(["soup"], 3, 2)
     with torch.no_grad():
-        state = backbone.hidden([Row(tokens, 0, 3)], bank)
+        state = backbone.hidden(backbone.prepare([Row(tokens, range(3))]), bank)
         first = int(backbone.logits(state, None).argmax())
     from qtuning.backbones.answers import AnswerSet
 
@@ -275,11 +284,35 @@ def test_gradients_of_the_bank_are_the_same_bits_every_time() -> None:
     backbone = make_backbone("bert")
     bank = bank_of(backbone, 24).requires_grad_()
     tokens = backbone.tokenize(["good soup " * 20] * 96, 24)
-    rows = [Row(each, 0, 24) for each in tokens]
+    reading = backbone.prepare([Row(each, range(24)) for each in tokens])
     weights = torch.randn(96, 1, 32, generator=torch.Generator().manual_seed(0))
     found = set()
     for _ in range(25):
         bank.grad = None
-        (backbone.hidden(rows, bank) * weights).sum().backward()
+        (backbone.hidden(reading, bank) * weights).sum().backward()
         found.add(bank.grad.numpy().tobytes())
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("feed_forward", ["relu", "gated-gelu"])
+def test_t5s_layers_give_the_numbers_of_transformers(feed_forward: str) -> None:
+    """Absorbed cross-attention and the shared mask are only another order of the same sums."""
+    config = CONFIGS["t5"]()
+    config.feed_forward_proj = feed_forward
+    config.is_gated_act = feed_forward.startswith("gated")
+    config.dense_act_fn = "gelu_new" if config.is_gated_act else "relu"
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config).eval()
+    layers = T5Layers(model)
+    embeds = torch.randn(3, 9, 32)
+    filled = torch.arange(9) < torch.tensor([9, 6, 4])[:, None]
+    ids = torch.randint(0, 40, (3, 4))
+    with torch.no_grad():
+        encoded = model.get_encoder()(inputs_embeds=embeds, attention_mask=filled.long())[0]
+        decoded = model.get_decoder()(
+            input_ids=ids, encoder_hidden_states=encoded, encoder_attention_mask=filled.long()
+        )[0]
+        torch.testing.assert_close(
+            layers.encode(embeds, filled)[filled], encoded[filled], rtol=0, atol=1e-5
+        )
+        torch.testing.assert_close(layers.decode(ids, encoded, filled), decoded, rtol=0, atol=1e-5)

@@ -10,8 +10,10 @@ import torch
 
 from qtuning.config import make_settings
 from qtuning.errors import TrainingError
-from qtuning.lanes import Progress, fit_lanes, run_requests
+from qtuning.lanes import Fit, Progress, fit_lanes
 from qtuning.methods import make_method
+from qtuning.pack import Pack
+from qtuning.stack import GROUPS
 from tests.conftest import SMALL, make_backbone, make_task
 
 LABELS = [
@@ -41,17 +43,20 @@ def make_lanes(backbone, method: str = "q-tuning", **settings):
 
 
 def leaves(lane) -> list[torch.Tensor]:
-    return [tensor for group in lane.parameters().values() for tensor in group]
+    return [tensor for tensor in lane.trained.values() if tensor.numel()]
 
 
-def train_steps(backbone, lanes, steps: int) -> None:
-    """The engine's own step, a fixed number of times."""
-    from qtuning.lanes import _begin, _step
-
+def train_steps(backbone, lanes, steps: int) -> list[list[float]]:
+    """The engine's own step, a fixed number of times; the losses of each lane."""
     settings = make_settings(**{**SMALL, "batch_size": 4})[1]
-    fits = [_begin(lane, settings) for lane in lanes]
+    fits = [Fit(lane, settings) for lane in lanes]
+    pack = Pack(backbone, lanes, settings)
     for _ in range(steps):
-        _step(backbone, [(fit, fit.next_batch()) for fit in fits])
+        pack.step([fit.next_batch() for fit in fits], [fit.step for fit in fits])
+    for i, lane in enumerate(lanes):
+        for name, tensor in lane.trained.items():
+            tensor.copy_(pack.export(i)[f"parameter.{name}"])
+    return pack.take_losses().T.tolist()
 
 
 @pytest.mark.parametrize(
@@ -72,35 +77,54 @@ def test_packed_equals_alone_in_float64(exact_backbone, extra: dict) -> None:
         )
 
 
+def losses_and_gradients(backbone, lanes) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """For each lane of a pack its loss on its first four examples, and the gradients."""
+    pack = Pack(backbone, lanes, make_settings(**{**SMALL, "batch_size": 4})[1])
+    losses = pack.forward(*pack.plan([range(4) for _ in lanes], [1 for _ in lanes]))
+    losses.sum().backward()
+    found = []
+    for i, lane in enumerate(lanes):
+        s, k = pack.places[i]
+        grads = {name: pack.stacks[s].trained[name].grad[k] for name in lane.trained}
+        own = {n: g[tuple(map(slice, lane.trained[n].shape))] for n, g in grads.items()}
+        found.append((float(losses[i].detach()), own))
+    return found
+
+
 def test_packed_equals_alone_in_float32_for_one_step(family_backbone) -> None:
     lanes = make_lanes(family_backbone)
-    batches = [list(range(4)) for _ in lanes]
-
-    def losses_and_gradients(groups):
-        found = []
-        for group in groups:
-            asked = [(lane, lane.requests(batch)) for lane, batch in group]
-            losses = run_requests(family_backbone, [r for _, requests in asked for r in requests])
-            torch.stack(losses).sum().backward()
-            first = 0
-            for lane, requests in asked:
-                loss = sum(float(x.detach()) for x in losses[first : first + len(requests)])
-                first += len(requests)
-                grads = [t.grad.clone() if t.grad is not None else None for t in leaves(lane)]
-                found.append((loss, grads))
-                for tensor in leaves(lane):
-                    tensor.grad = None
-        return found
-
-    pairs = list(zip(lanes, batches, strict=True))
-    together = losses_and_gradients([pairs])
-    alone = losses_and_gradients([[pair] for pair in pairs])
+    together = losses_and_gradients(family_backbone, lanes)
+    alone = [losses_and_gradients(family_backbone, [lane])[0] for lane in lanes]
     for (loss_a, grads_a), (loss_b, grads_b) in zip(together, alone, strict=True):
         assert loss_a == pytest.approx(loss_b, abs=1e-4)
-        for a, b in zip(grads_a, grads_b, strict=True):
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert (a - b).abs().max() <= 1e-4 * max(1.0, float(b.abs().max()))
+        for name, a in grads_a.items():
+            if not a.numel():
+                continue
+            assert (a - grads_b[name]).abs().max() <= 1e-4 * max(
+                1.0, float(grads_b[name].abs().max())
+            )
+
+
+def test_the_update_is_that_of_torch_with_clipping_and_weight_decay(bert) -> None:
+    """Three steps with fixed gradients against torch.optim.Adam; a discriminator is not clipped."""
+    lanes = make_lanes(bert, retention="jsd")[4:]
+    settings = make_settings(**{**SMALL, "clip": 0.5, "weight_decay": 0.1})[1]
+    stack = Pack(bert, lanes, settings).stacks[0]
+    own = {k: t.detach()[0].clone().requires_grad_() for k, t in stack.trained.items()}
+    groups = [
+        {"params": [t], "lr": getattr(settings, GROUPS[k.split(".")[0]])} for k, t in own.items()
+    ]
+    adam = torch.optim.Adam(groups, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for step in (1, 2, 3):
+        given = {k: torch.randn(t.shape, generator=generator) for k, t in stack.trained.items()}
+        for name, tensor in own.items():
+            tensor.grad = given[name][0].clone()
+        torch.nn.utils.clip_grad_norm_([t for k, t in own.items() if "discr" not in k], 0.5)
+        adam.step()
+        stack.update(given, torch.tensor([step] * len(stack.lanes)))
+        for name, tensor in own.items():
+            torch.testing.assert_close(stack.trained[name][0], tensor, rtol=1e-5, atol=1e-7)
 
 
 def test_a_lane_that_stops_first_leaves_the_others_as_they_would_be_alone(exact_backbone) -> None:
@@ -128,7 +152,7 @@ def test_the_best_state_by_validation_is_kept(bert) -> None:
     from qtuning.evaluation import score_predictions
     from qtuning.scoring import Query, score
 
-    answerer = lane.answerer()
+    answerer = lane.finish({}).snapshots[lane.task].answerer(bert)
     found = score(bert, [Query(answerer, t) for t in lane.validation])
     again = score_predictions("accuracy", lane.validation_labels, [int(f.argmax()) for f in found])
     assert again == max(scores)
@@ -159,8 +183,7 @@ def test_validation_every_n_epochs(bert) -> None:
 
 def test_a_non_finite_loss_names_task_epoch_step_and_lane(bert) -> None:
     lanes = make_lanes(bert)[:3]
-    with torch.no_grad():
-        lanes[1].prompt.fill_(math.nan)
+    lanes[1].trained["prompt"].fill_(math.nan)
     with pytest.raises(
         TrainingError, match=r"nan in task 'task1', epoch 1, step 1, lane 'task1, seed 1'"
     ):
@@ -168,30 +191,28 @@ def test_a_non_finite_loss_names_task_epoch_step_and_lane(bert) -> None:
 
 
 def test_numbers_that_break_after_the_last_step_are_not_kept(bert, monkeypatch) -> None:
-    lane = one_lane(bert)
-    original = lane.answerer
+    original = Pack.validate
 
-    def broken():
+    def broken(pack, due):
         with torch.no_grad():
-            lane.prompt.fill_(math.nan)
-        return original()
+            pack.stacks[0].trained["prompt"].fill_(math.nan)
+        return original(pack, due)
 
-    monkeypatch.setattr(lane, "answerer", broken)
+    monkeypatch.setattr(Pack, "validate", broken)
     with pytest.raises(
         TrainingError, match="validation likelihood became nan in task 'task1', epoch 1"
     ):
-        fit_lanes(bert, [lane], make_settings(**SMALL)[1])
+        fit_lanes(bert, [one_lane(bert)], make_settings(**SMALL)[1])
 
 
 def test_gradients_are_clipped_per_lane(bert) -> None:
     """A lane with a huge gradient does not shrink its neighbour's step."""
     calm, again = (make_lanes(bert)[0] for _ in range(2))
     wild = make_lanes(bert)[2]
-    with torch.no_grad():
-        wild.head.weight.mul_(1e4)
+    wild.trained["head.weight"].mul_(1e4)
     train_steps(bert, [calm, wild], 1)
     train_steps(bert, [again], 1)
-    assert (calm.prompt - again.prompt).abs().max() < 1e-5
+    assert (calm.trained["prompt"] - again.trained["prompt"]).abs().max() < 1e-5
 
 
 def test_runs_are_repeatable() -> None:
@@ -203,3 +224,52 @@ def test_runs_are_repeatable() -> None:
 
     for a, b in zip(run(), run(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_lanes_that_wait_for_a_place_end_as_they_would_alone(exact_backbone, at_once: int) -> None:
+    """Six lanes of 2 to 4 steps an epoch: places are given on at different times."""
+    settings = make_settings(**{**SMALL, "epochs": 3})[1]
+    packed, alone = make_lanes(exact_backbone), make_lanes(exact_backbone)
+    exact_backbone.at_once = at_once
+    facts = fit_lanes(exact_backbone, packed, settings)
+    for lane, single, found in zip(packed, alone, facts, strict=True):
+        expected = fit_lanes(exact_backbone, [single], settings)[0]
+        assert found == pytest.approx(expected, abs=1e-9)
+        for a, b in zip(leaves(lane), leaves(single), strict=True):
+            assert (a - b).abs().max() < 1e-9
+
+
+def test_out_of_memory_goes_on_with_fewer_lanes_and_loses_nothing(
+    exact_backbone, monkeypatch
+) -> None:
+    settings = make_settings(**{**SMALL, "epochs": 3})[1]
+    packed, alone = make_lanes(exact_backbone), make_lanes(exact_backbone)
+    original, sizes = Pack.compute, []
+
+    def small_card(pack, inputs, widths):
+        if len(pack.lanes) > 2 and len(sizes) > 3:  # memory runs short in the middle of an epoch
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes.append(len(pack.lanes))
+        return original(pack, inputs, widths)
+
+    monkeypatch.setattr(Pack, "compute", small_card)
+    with pytest.warns(UserWarning, match="ran out of memory: going on with 2 lanes at once"):
+        facts = fit_lanes(exact_backbone, packed, settings)
+    assert sizes[:4] == [6] * 4
+    assert max(sizes[4:]) == 2
+    for lane, single, found in zip(packed, alone, facts, strict=True):
+        assert found == pytest.approx(fit_lanes(exact_backbone, [single], settings)[0], abs=1e-9)
+        for a, b in zip(leaves(lane), leaves(single), strict=True):
+            assert (a - b).abs().max() < 1e-9
+
+
+def test_one_lane_that_does_not_fit_says_what_to_lower(bert, monkeypatch) -> None:
+    def tiny_card(pack, inputs, widths):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Pack, "compute", tiny_card)
+    with pytest.raises(
+        TrainingError, match=r"too little memory for a single lane.*Lower batch_size"
+    ):
+        fit_lanes(bert, [one_lane(bert)], make_settings(**SMALL)[1])

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from qtuning.objectives import (
     IGNORE,
-    Discriminator,
     cross_entropy,
+    discriminate,
     jsd_retention,
     kl_retention,
     label_scores,
+    make_discriminator,
 )
 from qtuning.seeding import torch_generator
 
@@ -58,21 +59,26 @@ def test_kl_has_the_papers_direction_and_a_frozen_teacher() -> None:
     assert old.grad is None
 
 
-def test_jsd_bound_by_hand() -> None:
-    class Product(torch.nn.Module):
-        def forward(self, pairs: torch.Tensor) -> torch.Tensor:
-            return pairs[:, 0] * pairs[:, 1]
+def product(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return new[..., 0] * old[..., 0]
 
+
+def test_jsd_bound_by_hand() -> None:
     new, old = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [-1.0]])
     soft = lambda t: math.log1p(math.exp(t))  # noqa: E731
     expected = (soft(-3) + soft(2)) / 2 + (soft(-1) + soft(6)) / 2
-    assert float(jsd_retention(new, old, Product())) == pytest.approx(expected, abs=1e-6)
+    found = jsd_retention(new, old, product, torch.tensor(2))
+    assert float(found) == pytest.approx(expected, abs=1e-6)
+    filled = [torch.cat([each, torch.full((3, 1), 99.0)]) for each in (new, old)]
+    again = jsd_retention(*filled, product, torch.tensor(2))  # rows that only fill the batch
+    assert float(again) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_batch_of_one_contributes_nothing() -> None:
     new = torch.randn(1, 3, requires_grad=True)
+    net = make_discriminator(3, torch_generator(0), torch.float32)
     loss = jsd_retention(
-        new, torch.randn(1, 3), Discriminator(3, torch_generator(0), torch.float32)
+        new, torch.randn(1, 3), lambda a, b: discriminate(net, a, b), torch.tensor(1)
     )
     loss.backward()
     assert float(loss.detach()) == 0.0
@@ -80,19 +86,40 @@ def test_a_batch_of_one_contributes_nothing() -> None:
 
 
 def test_discriminator_has_two_hidden_layers_of_512() -> None:
-    net = Discriminator(3, torch_generator(0), torch.float32)
-    assert [tuple(p.shape) for p in net.parameters() if p.dim() == 2] == [
-        (512, 6),
-        (512, 512),
-        (1, 512),
-    ]
+    net = make_discriminator(3, torch_generator(0), torch.float64)
+    new, old = torch.randn(2, 4, 3, dtype=torch.float64)
+    w = {name: weight.numpy() for name, weight in net.items()}
+    whole = np.concatenate([w["first.new"], w["first.old"]], axis=1)
+    assert whole.shape == (512, 6)
+    assert w["second.weight"].shape == (512, 512)
+    pairs = np.concatenate([new.numpy(), old.numpy()], axis=1)
+    hidden = np.maximum(pairs @ whole.T + w["first.bias"], 0)
+    hidden = np.maximum(hidden @ w["second.weight"].T + w["second.bias"], 0)
+    expected = (hidden @ w["last.weight"].T + w["last.bias"])[:, 0]
+    np.testing.assert_allclose(discriminate(net, new, old).numpy(), expected, atol=1e-12)
+
+
+def test_losses_of_stacked_lanes_are_those_of_each_alone() -> None:
+    logits, old = torch.randn(2, 3, 4, 2, 5, dtype=torch.float64)
+    targets = torch.randint(0, 5, (3, 4, 2))
+    targets[1, 2:] = IGNORE
+    together = cross_entropy(logits, targets), kl_retention(logits, old, targets)
+    for lane in range(3):
+        alone = (
+            cross_entropy(logits[lane], targets[lane]),
+            kl_retention(logits[lane], old[lane], targets[lane]),
+        )
+        torch.testing.assert_close((together[0][lane], together[1][lane]), alone)
 
 
 def jsd_estimate(rho: float, steps: int = 250) -> float:
     """The estimated Jensen-Shannon information of a Gaussian pair of correlation rho, on fresh samples."""
     generator = torch_generator("gauss", str(rho))
-    net = Discriminator(1, generator, torch.float32)
-    optimiser = torch.optim.Adam(net.parameters(), 1e-3)
+    net = make_discriminator(1, generator, torch.float32)
+    optimiser = torch.optim.Adam([weight.requires_grad_() for weight in net.values()], 1e-3)
+
+    def bound(n: int) -> torch.Tensor:
+        return jsd_retention(*pairs(n), lambda a, b: discriminate(net, a, b), torch.tensor(n))
 
     def pairs(n: int) -> tuple[torch.Tensor, torch.Tensor]:
         x, noise = torch.randn(2, n, 1, generator=generator)
@@ -100,10 +127,10 @@ def jsd_estimate(rho: float, steps: int = 250) -> float:
 
     for _ in range(steps):
         optimiser.zero_grad()
-        jsd_retention(*pairs(256), net).backward()
+        bound(256).backward()
         optimiser.step()
     with torch.no_grad():
-        return 2 * math.log(2) - float(jsd_retention(*pairs(20_000), net))
+        return 2 * math.log(2) - float(bound(20_000))
 
 
 def test_jsd_rises_with_the_correlation_of_a_gaussian_pair() -> None:
@@ -119,6 +146,6 @@ def test_label_scores_average_the_answers_positions() -> None:
     targets = torch.tensor([[1, 2], [3, IGNORE]])
     columns = torch.tensor([1, 3])
     logs = F.log_softmax(logits, -1)
-    found = label_scores(logits, targets, columns)
+    found = label_scores(logits, targets, columns, torch.ones(2))
     torch.testing.assert_close(found[0], logs[0, :, columns].mean(0))
     torch.testing.assert_close(found[1], logs[1, 0, columns])

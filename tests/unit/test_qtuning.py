@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from qtuning.config import make_settings
-from qtuning.lanes import _begin, _step, fit_lanes
+from qtuning.lanes import Fit, fit_lanes
 from qtuning.methods import make_method
+from qtuning.pack import Pack
 from qtuning.seeding import torch_generator
+from qtuning.stack import part
 from tests.conftest import SMALL, make_task
 
 LABELS = ("negative", "positive", "neutral")
@@ -76,7 +81,7 @@ class MinimalProgPrompt:
 
 
 def test_with_its_parts_switched_off_it_is_progprompt(exact_backbone) -> None:
-    """Losses equal to 1e-6 over 20 steps and 3 tasks, in every family."""
+    """Losses equal to 1e-12 over 20 steps and 3 tasks, in every family."""
     method = method_for(
         exact_backbone, scale=False, shared_length=0, eviction="none", newest_first=True
     )
@@ -86,15 +91,18 @@ def test_with_its_parts_switched_off_it_is_progprompt(exact_backbone) -> None:
         task = make_task(f"task{number}", LABELS[: 2 + number % 2], rows=8, seed=number)
         split = task.split(4, 0)
         lane = method.lane(state, task, split)
-        head = [t.detach().clone() for t in lane.parameters()["head"]] or None
-        prompt = lane.prompt.detach().clone()
-        fit = _begin(lane, method.train)
+        head = [t.clone() for t in part(lane.trained, "head").values()] or None
+        prompt = lane.trained["prompt"].clone()
+        fit, pack = Fit(lane, method.train), Pack(exact_backbone, [lane], method.train)
         order = []
         for _ in range(20):
             order.append(fit.next_batch())
-            _step(exact_backbone, [(fit, order[-1])])
+            pack.step([order[-1]], [fit.step])
+        for name, tensor in lane.trained.items():
+            tensor.copy_(pack.export(0)[f"parameter.{name}"])
         expected = reference.losses(task, split, prompt, head, order)
-        assert max(abs(a - b) for a, b in zip(fit.losses, expected, strict=True)) < 1e-6
+        found = pack.take_losses()[:, 0]
+        assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-12
         assert min(expected) < expected[0] - 0.01
         state = lane.finish({})
     registered = method_for(exact_backbone, "prog-prompt")
@@ -122,8 +130,9 @@ def test_rows_are_flat_and_trimming_begins_when_the_queue_is_full(bert) -> None:
 
 def test_the_queue_keeps_raw_prompts_and_the_snapshot_the_scaled_ones(bert) -> None:
     state, lanes = stream_of(method_for(bert, scale_lr=0.1), 2)
-    assert torch.equal(state.queue.rows[2:], lanes[1].prompt.detach())
-    u, v = lanes[1].u.detach(), lanes[1].v.detach()
+    own = lanes[1].trained
+    assert torch.equal(state.queue.rows[2:], own["prompt"])
+    u, v = torch.cat([own["u.queue"], own["u.prompt"]]), own["v"]
     assert (u - 1).abs().max() > 1e-3
     expected = state.queue.rows * u[:, None] * v
     assert torch.equal(state.snapshots["task1"].rows[2:], expected)
@@ -133,13 +142,14 @@ def test_the_queue_keeps_raw_prompts_and_the_snapshot_the_scaled_ones(bert) -> N
 def test_the_mlp_is_baked_and_the_shared_prefixs_own_is_carried_on(bert) -> None:
     state, lanes = stream_of(method_for(bert, mlp=True, mlp_hidden=8), 2)
     first, second = lanes
-    assert torch.equal(state.queue.rows[2:], second.mlp(second.prompt).detach())
+    assert torch.equal(state.queue.rows[2:], second.prompt_rows(second.trained))
     carried = method_for(bert, mlp=True, mlp_hidden=8).lane(
         state, make_task("next"), make_task("next").split(4)
     )
-    for key, tensor in carried.shared_mlp.state_dict().items():
+    for key, tensor in part(carried.trained, "shared_mlp").items():
         assert torch.equal(tensor, state.shared_mlp[key])
-    own = zip(first.mlp.state_dict().values(), second.mlp.state_dict().values(), strict=True)
+    mlps = [part(lane.trained, "mlp").values() for lane in (first, second)]
+    own = zip(*mlps, strict=True)
     assert not all(torch.equal(a, b) for a, b in own)
 
 
@@ -169,40 +179,55 @@ def test_retention_reaches_the_shared_prefix_and_nothing_else(
     state, _ = stream_of(method, 3)
     task = make_task("after", LABELS, rows=8)
     lane = method.lane(state, task, task.split(4))
-    from qtuning.lanes import run_requests
-
-    requests = lane.requests(range(6))
-    assert len(requests) == 2
-    run_requests(family_backbone, requests[1:])[0].backward()
-    reached = {id(lane.shared)}
-    if mlp:
-        reached |= {id(p) for p in lane.shared_mlp.parameters()}
-    if retention == "jsd":
-        reached |= {id(p) for p in lane.discriminator.parameters()}
-    for group in lane.parameters().values():
-        for tensor in group:
-            has = tensor.grad is not None and bool(tensor.grad.abs().sum() > 0)
-            if id(tensor) not in reached:
-                assert not has
-            elif tensor.dim() > 1:
-                assert has
+    task_only = replace(lane.settings, memory_factor=0.0)
+    whole, bare = (gradients(family_backbone, each) for each in (lane, without(lane, task_only)))
+    reached = {"shared", "shared_mlp", "discriminator"}
+    for name, gradient in whole.items():
+        moved = gradient - bare[name] if name in bare else gradient
+        if name.split(".")[0] not in reached:
+            assert moved.abs().max() < 1e-6
+        elif gradient.dim() > 1:
+            assert moved.abs().max() > 1e-6
     for frozen in family_backbone.model.parameters():
         assert frozen.grad is None
+
+
+def without(lane, settings):
+    """The same lane with other settings, retention decided anew."""
+    return type(lane)(lane.backbone, settings, lane.state, make_task("after", LABELS, rows=8),
+                      make_task("after", LABELS, rows=8).split(4))  # fmt: skip
+
+
+def gradients(backbone, lane) -> dict[str, torch.Tensor]:
+    pack = Pack(backbone, [lane], make_settings(**{**SMALL, "batch_size": 6})[1])
+    pack.forward(*pack.plan([range(6)], [1])).sum().backward()
+    return {name: tensor.grad[0] for name, tensor in pack.stacks[0].trained.items()}
+
+
+def retention_of(backbone, lane) -> float:
+    """The retention part of a lane's loss on its first four examples."""
+    losses = []
+    for each in (lane, without_teacher(lane)):
+        pack = Pack(backbone, [each], make_settings(**{**SMALL, "batch_size": 4})[1])
+        losses.append(float(pack.forward(*pack.plan([range(4)], [1])).detach()))
+    return losses[0] - losses[1]
+
+
+def without_teacher(lane):
+    bare = copy.copy(lane)
+    bare.teacher = None
+    return bare
 
 
 def test_retention_is_zero_when_the_shared_prefix_says_what_the_teacher_said(bert) -> None:
     """Teacher [theta*; queue] replaced by theta* alone: new and old are the same distribution."""
     method = method_for(bert, memory_factor=1.0)
     state, _ = stream_of(method, 3)
-    from dataclasses import replace
-
-    from qtuning.lanes import run_requests
-
     state = replace(state, last_layout=state.shared_prefix)
     task = make_task("after", rows=8)
     lane = method.lane(state, task, task.split(4))
-    loss = run_requests(bert, lane.requests(range(4))[1:])[0]
-    assert abs(float(loss.detach())) < 1e-6
+    assert lane.teacher is not None
+    assert abs(retention_of(bert, lane)) < 1e-6
 
 
 def test_per_task_prompt_starts_afresh_and_its_long_form_matches_the_rows(bert) -> None:
@@ -220,9 +245,9 @@ def test_a_lane_starts_from_its_runs_own_numbers(bert) -> None:
         for seed in (0, 0, 1)
     )
     torch.randn(100)
-    assert torch.equal(first.prompt, again.prompt)
-    assert torch.equal(first.head.weight, again.head.weight)
-    assert not torch.equal(first.prompt, other.prompt)
+    assert torch.equal(first.trained["prompt"], again.trained["prompt"])
+    assert torch.equal(first.trained["head.weight"], again.trained["head.weight"])
+    assert not torch.equal(first.trained["prompt"], other.trained["prompt"])
     assert torch.equal(
         torch.randperm(9, generator=torch_generator(0, 0, "a", "order")),
         torch.randperm(9, generator=first.order),
@@ -239,20 +264,21 @@ def test_before_any_task_the_shared_prefix_goes_through_its_mlp(bert) -> None:
     method = method_for(bert, mlp=True, mlp_hidden=8)
     state = method.start(0)
     lane = method.lane(state, make_task("a"), make_task("a").split(4))
-    torch.testing.assert_close(state.current_layout(), lane.shared_rows().detach())
+    torch.testing.assert_close(state.current_layout(), lane.shared_rows(lane.tensors))
 
 
 def test_a_fixed_scale_takes_no_gradient(bert) -> None:
     task = make_task("a")
     lane = method_for(bert, scale=False).lane(method_for(bert).start(0), task, task.split(4))
-    assert not lane.u.requires_grad
-    assert not lane.v.requires_grad
+    assert not {"u.queue", "u.prompt", "v"} & set(lane.trained)
+    assert torch.equal(lane.fixed["v"], torch.ones(bert.embed_dim))
 
 
 def test_a_tiny_model_learns(family_backbone) -> None:
     task = make_task("learnable", rows=24)
+    rate = 0.3 if family_backbone.family == "seq2seq" else 0.05
     method = method_for(
-        family_backbone, epochs=30, prompt_lr=0.05, shared_lr=0.05, head_lr=0.05, shots=12
+        family_backbone, epochs=30, prompt_lr=rate, shared_lr=rate, head_lr=0.05, shots=12
     )
     lane = method.lane(method.start(0), task, task.split(12))
     losses: list[float] = []

@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError
 
 from qtuning.backbones.answers import AnswerSet
-from qtuning.backbones.base import Backbone, Head, Row, Tokens
+from qtuning.backbones.base import Backbone, Head, Reading, Row, Tokens
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.errors import BackboneError, ConfigError, QTuningError, unknown
 
-__all__ = ["SOURCES", "AnswerSet", "Backbone", "Head", "Row", "Tokens", "load_backbone",
+__all__ = ["SOURCES", "AnswerSet", "Backbone", "Head", "Reading", "Row", "Tokens", "load_backbone",
            "weights_sha256", "wrap_model"]  # fmt: skip
 
 FAMILIES = {
@@ -36,6 +36,7 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+COMPILE = ("auto", "on", "off")
 READOUTS = ("mean", "cls")
 DEFAULT_MAX_LENGTH = 512
 
@@ -48,6 +49,8 @@ def load_backbone(
     readout: str = "mean",
     max_length: int | None = None,
     attention: str | None = None,
+    compile: str = "auto",
+    lanes: int | None = None,
     trust_remote_code: bool = False,
 ) -> Backbone:
     """A frozen model by short name, hub id or local folder.
@@ -59,12 +62,18 @@ def load_backbone(
         readout: What an encoder's head reads: `mean` over [CLS] and text, or `cls`.
         max_length: Positions of prompt, text and answer; by default the model's own, 512 at most.
         attention: Attention implementation for `from_pretrained`; its own default otherwise.
+        compile: `auto` compiles on a GPU when there is enough work ahead to repay it; `on`; `off`.
+        lanes: Runs that share a pass at most; by default as many as there are, or as fit a GPU's memory.
         trust_remote_code: Run code that comes with the model. Off unless asked for.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     if dtype not in DTYPES:
         raise ConfigError(unknown("dtype", dtype, DTYPES))
+    if compile not in COMPILE:
+        raise ConfigError(unknown("compile mode", compile, COMPILE))
+    if lanes is not None and lanes < 1:
+        raise ConfigError(f"lanes must be at least 1, got {lanes}.")
     if device is not None:
         _check_device(device)
     options = {"trust_remote_code": trust_remote_code}
@@ -88,7 +97,9 @@ def load_backbone(
                 f"cannot load the model {name!r}: {first} {how_to_get(name)}"
             ) from error
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return wrap_model(model, tokenizer, name=name, readout=readout, max_length=max_length)
+    backbone = wrap_model(model, tokenizer, name=name, readout=readout, max_length=max_length)
+    backbone.compile, backbone.at_once = compile, lanes
+    return backbone
 
 
 def wrap_model(

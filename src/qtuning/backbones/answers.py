@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 TokenIds = tuple[int, ...]
 
 
@@ -42,12 +39,3 @@ class AnswerSet:
     def longest(self) -> int:
         """Tokens of the longest label."""
         return max(len(sequence) for sequence in self.sequences)
-
-    def log_probs(self, token_log_probs: Tensor) -> Tensor:
-        """Log-probability of each label, [n, paths, t, vocabulary] -> [n, labels]."""
-        columns = []
-        for sequence, path in zip(self.sequences, self.path_of, strict=True):
-            steps = torch.arange(len(sequence), device=token_log_probs.device)
-            tokens = torch.tensor(sequence, device=token_log_probs.device)
-            columns.append(token_log_probs[:, path, steps, tokens].sum(dim=-1))
-        return torch.stack(columns, dim=-1)

@@ -7,7 +7,8 @@ The model object stays what `from_pretrained` returned. Prompt vectors enter thr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtuning.backbones.answers import AnswerSet, TokenIds
+from qtuning.backbones.compiled import compiled, repeated_layers
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 
+MASKED = -3e4
+"""Added to the score of a position that must not be seen; its exponential is 0 in every number type."""
 MIN_TEXT_TOKENS = 4
 """Fewer tokens than this left for the text, special ones included, is refused."""
 
@@ -34,29 +38,74 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One example of a batch: which rows of the bank stand before its text, and what it is to answer.
+    """One example: which rows of the bank stand before its text, and what it is to answer.
 
     `paths` are token sequences to read after the text (see `AnswerSet`); a path of n tokens gives
     n + 1 read-outs. An encoder has one empty path.
     """
 
     tokens: Tokens
-    bank_start: int
-    bank_rows: int
+    slots: Sequence[int] = ()
     paths: tuple[TokenIds, ...] = ((),)
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Rows as tensors on the device: made once, read as often as training or scoring needs.
+
+    n rows with p paths among them; every tensor is padded on the right.
+    """
+
+    ids: Tensor
+    """[n, w] tokens of the text."""
+    types: Tensor
+    """[n, w] segment ids."""
+    length: Tensor
+    """[n] tokens of the text."""
+    slots: Tensor
+    """[n, r] rows of the bank that stand before it."""
+    prompt: Tensor
+    """[n] how many of the slots count."""
+    owner: Tensor
+    """[p] the row that each path belongs to."""
+    path: Tensor
+    """[p, t - 1] tokens of each path."""
+    reads: Tensor
+    """[p] read-outs of each path: its tokens and one."""
+    width: int
+    """Positions of the longest sequence."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every row has one path."""
+        return len(self.owner) == len(self.ids)
+
+    def at(self, index: Tensor, width: int) -> Reading:
+        """Some rows [m], one path each, in sequences of `width` positions."""
+        return Reading(
+            self.ids[index],
+            self.types[index],
+            self.length[index],
+            self.slots[index],
+            self.prompt[index],
+            torch.arange(len(index), device=index.device),
+            self.path[index],
+            self.reads[index],
+            width,
+        )
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Rows as tensors, padded on the right: [b, s, d] embeddings and [b, s] masks."""
+    """What a model reads: [b, s, d] embeddings and [b, s] masks, padded on the right."""
 
     inputs_embeds: Tensor
-    attention_mask: Tensor
-    text_mask: Tensor
-    """1 where a token of the text stands, 0 on prompt vectors and padding."""
+    is_filled: Tensor
+    is_text: Tensor
+    """True where a token of the text stands: not on prompt vectors, answers and padding."""
     token_types: Tensor
-    lengths: list[int]
-    """Positions of each row before its path begins."""
+    end: Tensor
+    """[b] positions of prompt and text; the answer begins there."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +136,16 @@ class Backbone:
     needs_head: bool = field(default=False, init=False)
     answer_follows_text: bool = field(default=False, init=False)
     """Whether the answer stands in the same sequence and takes room from the text."""
+    compile: str = field(default="auto", init=False)
+    """How far training is sped up: auto, on or off."""
+    is_captured: bool = field(default=False, init=False)
+    """Whether training steps are captured as CUDA graphs: at once on a card, unless `off`."""
+    is_compiled: bool = field(default=False, init=False)
+    """Whether layers are compiled: at once with `on`, when there is enough work ahead with `auto`."""
+    at_once: int | None = field(default=None, init=False)
+    """Lanes that share a pass at most; by default as many as there are, or as fit the card's memory."""
+    vocabulary_size: int = field(default=0, init=False)
+    """Logits of one read-out, where answers are words."""
 
     def __post_init__(self) -> None:
         self.model.requires_grad_(False)
@@ -143,6 +202,15 @@ class Backbone:
             digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:32]
 
+    @contextmanager
+    def layers(self, *, is_training: bool) -> Iterator[None]:
+        """Inside, the model runs as fast as it can: compiled where that was decided, for training."""
+        if not (self.is_compiled and is_training):
+            yield
+            return
+        with compiled(repeated_layers(self.model)):
+            yield
+
     # ── texts to tokens ──────────────────────────────────────────────────────────────────────
 
     def answers(self, label_words: Sequence[str]) -> AnswerSet:
@@ -174,10 +242,41 @@ class Backbone:
 
     # ── rows to read-outs ────────────────────────────────────────────────────────────────────
 
-    def hidden(self, rows: Sequence[Row], bank: Tensor) -> Tensor:
-        """Read-outs [sum of paths, t, h]: last hidden states where the rows answer.
+    def prepare(self, rows: Sequence[Row]) -> Reading:
+        """Rows as tensors on the device."""
+        paths = [path for row in rows for path in row.paths]
+        owner = [i for i, row in enumerate(rows) for _ in row.paths]
+        tails = [max(map(len, row.paths)) if self.answer_follows_text else 0 for row in rows]
+        totals = [len(r.tokens.ids) + len(r.slots) + n for r, n in zip(rows, tails, strict=True)]
 
-        `bank` [rows, d] holds the prompt vectors of every lane; each row names its slice of it.
+        def tensor(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=self.device)
+
+        def padded(sequences: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
+            shape = (len(sequences), max(map(len, sequences), default=0))
+            filled = np.full(shape, fill, dtype=np.int64)
+            for line, sequence in zip(filled, sequences, strict=True):
+                line[: len(sequence)] = sequence
+            return torch.from_numpy(filled).to(self.device)
+
+        types = padded([row.tokens.types or (0,) * len(row.tokens.ids) for row in rows])
+        return Reading(
+            ids=padded([row.tokens.ids for row in rows], self.pad_id),
+            types=types,
+            length=tensor([len(row.tokens.ids) for row in rows]),
+            slots=padded([row.slots for row in rows]),
+            prompt=tensor([len(row.slots) for row in rows]),
+            owner=tensor(owner),
+            path=padded(paths, self.pad_id),
+            reads=tensor([len(path) + 1 for path in paths]),
+            width=max(totals, default=0),
+        )
+
+    def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
+        """Read-outs [p, t, h]: last hidden states where the rows answer.
+
+        `bank` [rows, d] holds the prompt vectors of every lane; each row names its slots in it. Past
+        the end of a shorter path its last read-out is repeated.
         """
         raise NotImplementedError
 
@@ -186,43 +285,37 @@ class Backbone:
         return sequence
 
     def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
-        """[n, t, h] -> [n, t, v]: classes of the task's head, or the whole vocabulary. float32 or float64."""
+        """[..., n, t, h] -> [..., n, t, v] in the lanes' dtype: classes of the task's head, or the vocabulary."""
         raise NotImplementedError
 
-    def assemble(self, rows: Sequence[Row], bank: Tensor, tails: Sequence[TokenIds] = ()) -> Batch:
-        """One padded batch: text before the slot, prompt vectors, text after it, then the tail."""
-        at = self.prompt_at
-        lengths = [len(row.tokens.ids) + row.bank_rows for row in rows]
-        tails = tails or [()] * len(rows)
-        totals = [length + len(tail) for length, tail in zip(lengths, tails, strict=True)]
-        shape = (len(rows), max(totals))
-        ids = np.full(shape, self.pad_id, dtype=np.int64)
-        slots = np.full(shape, -1, dtype=np.int64)
-        types = np.zeros(shape, dtype=np.int64)
-        for i, (row, tail) in enumerate(zip(rows, tails, strict=True)):
-            first = at + row.bank_rows
-            ids[i, :at] = row.tokens.ids[:at]
-            ids[i, first : lengths[i]] = row.tokens.ids[at:]
-            ids[i, lengths[i] : totals[i]] = tail
-            slots[i, at:first] = np.arange(row.bank_start, row.bank_start + row.bank_rows)
-            if row.tokens.types:
-                types[i, first : lengths[i]] = row.tokens.types[at:]
-        device = self.device
-        filled = torch.arange(shape[1]) < torch.tensor(totals)[:, None]
-        where = torch.from_numpy(slots >= 0)
-        embeds = self.embed(torch.from_numpy(ids))
-        if where.any():
+    def assemble(self, reading: Reading, bank: Tensor) -> Batch:
+        """One padded batch: text before the slot, prompt vectors, text after it, then the path."""
+        place = torch.arange(reading.width, device=self.device)
+        prompt, length = reading.prompt[:, None], reading.length[:, None]
+        end = length + prompt
+        within = place - self.prompt_at
+        is_prompt = (within >= 0) & (within < prompt)
+        is_text = ~is_prompt & (place < end)
+        word = torch.where(place < self.prompt_at, place, place - prompt)
+        word = word.clamp(0, reading.ids.shape[1] - 1)
+        ids = reading.ids.gather(1, word).where(is_text, self.pad_id)
+        types = reading.types.gather(1, word).where(is_text, 0)
+        total = end
+        if self.answer_follows_text and reading.path.shape[1]:
+            step = place - end
+            tail = reading.reads[:, None] - 1
+            answer = reading.path.gather(1, step.clamp(0, reading.path.shape[1] - 1))
+            ids = torch.where((step >= 0) & (step < tail), answer, ids)
+            total = end + tail
+        embeds = self.embed(ids)
+        if reading.slots.shape[1]:
             # an embedding look-up, because its gradient is summed in a fixed order on every device
-            places = torch.from_numpy(slots).clamp(min=0).to(bank.device)
-            vectors = F.embedding(places, bank).to(embeds)
-            embeds = torch.where(where.to(device)[..., None], vectors, embeds)
-        return Batch(
-            inputs_embeds=embeds,
-            attention_mask=filled.long().to(device),
-            text_mask=(filled & ~where).to(device),
-            token_types=torch.from_numpy(types).to(device),
-            lengths=lengths,
-        )
+            slots = reading.slots.gather(
+                1, within.clamp(0, reading.slots.shape[1] - 1).expand(len(ids), -1)
+            )
+            vectors = F.embedding(slots.where(is_prompt, 0), bank).to(embeds)
+            embeds = torch.where(is_prompt[..., None], vectors, embeds)
+        return Batch(embeds, place < total, is_text, types, end.squeeze(1))
 
 
 @dataclass
@@ -236,6 +329,7 @@ class VocabularyBackbone(Backbone):
             raise BackboneError(
                 f"{self.name!r} has no language-model head to score label words with."
             )
+        self.vocabulary_size = int(self.lm_head.weight.shape[0])
         self._output_scale, self._output_bias = self._find_output_rule()
 
     @property
@@ -244,7 +338,7 @@ class VocabularyBackbone(Backbone):
         return int(self.lm_head.weight.shape[1])
 
     def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
-        """[n, t, h] -> [n, t, vocabulary]."""
+        """[..., h] -> [..., vocabulary]."""
         out: Tensor = self.lm_head((hidden * self._output_scale).to(self.dtype))
         if self._output_bias is not None:
             out = out + self._output_bias
@@ -287,19 +381,8 @@ class VocabularyBackbone(Backbone):
         raise NotImplementedError
 
 
-def readout_positions(rows: Sequence[Row], starts: Sequence[int]) -> Tensor:
-    """Where each path is read, [sum of paths, t]; past a path's end the last place is repeated.
-
-    `starts` is the first read-out of each path.
-    """
-    paths = [path for row in rows for path in row.paths]
-    longest = max(len(path) for path in paths)
-    steps = torch.arange(longest + 1)
-    last = torch.tensor([len(path) for path in paths])
-    return torch.tensor(list(starts))[:, None] + torch.minimum(steps[None], last[:, None])
-
-
-def gather_positions(states: Tensor, positions: Tensor) -> Tensor:
-    """States [b, s, h] at positions [b, t] -> [b, t, h]."""
-    index = positions.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
-    return states.gather(1, index)
+def gather_reads(states: Tensor, first: Tensor, reads: Tensor, longest: int) -> Tensor:
+    """States [b, s, h] at first, first + 1, … -> [b, longest, h]; past the end the last is repeated."""
+    steps = torch.arange(longest, device=states.device)
+    positions = first[:, None] + torch.minimum(steps, reads[:, None] - 1)
+    return states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))

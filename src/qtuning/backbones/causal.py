@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
 from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
     MIN_TEXT_TOKENS,
-    Row,
+    Reading,
     Tokens,
     VocabularyBackbone,
-    gather_positions,
-    readout_positions,
+    gather_reads,
 )
 from qtuning.tasks import Text
 
+UNMASKED = "qtuning-unmasked"
+"""An attention for which `transformers` makes no mask: its own function, without a mask function beside it."""
+AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 QUESTION = "\nAnswer:"
 """Stands between text and label words, so that the model knows where the text ends."""
 
@@ -58,15 +64,58 @@ class CausalBackbone(VocabularyBackbone):
     def _fewest_tokens(self) -> int:
         return MIN_TEXT_TOKENS + len(self._question)
 
-    def hidden(self, rows: Sequence[Row], bank: Tensor) -> Tensor:
-        """[sum of paths, t, h]; a row with several paths is read once for each."""
-        single = [replace(row, paths=(path,)) for row in rows for path in row.paths]
-        batch = self.assemble(single, bank, [row.paths[0] for row in single])
-        states: Tensor = self.model.base_model(
-            inputs_embeds=batch.inputs_embeds, attention_mask=batch.attention_mask, use_cache=False
+    def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
+        """[p, t, h]. No mask: padding stands on the right, where a causal model does not look."""
+        if not reading.is_single:
+            return self._read_text_once(reading, bank)
+        batch = self.assemble(reading, bank)
+        with self._without_mask():
+            states: Tensor = self.model.base_model(
+                inputs_embeds=batch.inputs_embeds, use_cache=False
+            ).last_hidden_state
+        longest = reading.path.shape[1] + 1
+        return gather_reads(states, batch.end - 1, reading.reads, longest)
+
+    @contextmanager
+    def _without_mask(self) -> Iterator[None]:
+        """Inside, attention is causal by its own flag, and no mask is made.
+
+        Making one looks for packed sequences, which waits for the device, and keeps the fastest kernels out.
+        """
+        config = self.model.base_model.config
+        before = config._attn_implementation
+        window = getattr(config, "sliding_window", None) or self.max_length
+        if before != "sdpa" or window < self.max_length:
+            yield
+            return
+        config._attn_implementation = UNMASKED
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    def _read_text_once(self, reading: Reading, bank: Tensor) -> Tensor:
+        """Several paths per row: prompt and text are read once, the paths go on from their cache."""
+        bare = replace(reading, path=reading.path[:, :0])
+        batch = self.assemble(bare, bank)
+        text = self.model.base_model(inputs_embeds=batch.inputs_embeds, use_cache=True)
+        first: Tensor = text.last_hidden_state[
+            torch.arange(len(batch.end), device=self.device), batch.end - 1
+        ]
+        cache = text.past_key_values
+        cache.batch_select_indices(reading.owner)
+        end = batch.end[reading.owner]
+        steps = torch.arange(reading.path.shape[1], device=self.device)
+        seen = torch.arange(batch.inputs_embeds.shape[1], device=self.device) < end[:, None]
+        is_path = steps < reading.reads[:, None] - 1
+        rest: Tensor = self.model.base_model(
+            input_ids=reading.path,
+            attention_mask=torch.cat([seen, is_path], dim=1).long(),
+            position_ids=end[:, None] + steps,
+            past_key_values=cache,
         ).last_hidden_state
-        starts = [length - 1 for length in batch.lengths]
-        return gather_positions(states, readout_positions(single, starts))
+        states = torch.cat([first[reading.owner][:, None], rest], dim=1)
+        return gather_reads(states, torch.zeros_like(end), reading.reads, states.shape[1])
 
     def _reference_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(input_ids=ids, use_cache=False).logits

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qtuning.backbones.answers import AnswerSet
-from qtuning.backbones.base import Backbone, Head, Row, Tokens
+from qtuning.backbones.base import MASKED, Backbone, Batch, Head, Reading, Tokens
 from qtuning.errors import BackboneError
 from qtuning.tasks import Text
 
@@ -42,20 +42,27 @@ class EncoderBackbone(Backbone):
         )
         return Tokens(tuple(coded["input_ids"]), tuple(coded.get("token_type_ids", ())))
 
-    def hidden(self, rows: Sequence[Row], bank: Tensor) -> Tensor:
+    def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[n, 1, h]: one read-out per row."""
-        batch = self.assemble(rows, bank)
+        batch = self.assemble(reading, bank)
         extra = {"token_type_ids": batch.token_types} if self._uses_types else {}
         states: Tensor = self.model(
-            inputs_embeds=batch.inputs_embeds, attention_mask=batch.attention_mask, **extra
+            inputs_embeds=batch.inputs_embeds, attention_mask=self._mask(batch), **extra
         ).last_hidden_state
         if self.readout == "cls":
             return states[:, :1]
-        kept = batch.text_mask.unsqueeze(-1).to(states)
+        kept = batch.is_text.unsqueeze(-1).to(states)
         return (states * kept).sum(dim=1, keepdim=True) / kept.sum(dim=1, keepdim=True)
 
+    def _mask(self, batch: Batch) -> Tensor:
+        """[b, 1, s, s], added to the scores; ready-made, because making it would wait for the device."""
+        size = batch.is_filled.shape[1]
+        hidden = torch.where(batch.is_filled, 0.0, MASKED).to(self.dtype)
+        return hidden[:, None, None].expand(-1, 1, size, -1)
+
     def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
-        """[n, 1, h] -> [n, 1, classes]."""
+        """[..., n, 1, h] -> [..., n, 1, classes]; heads may be stacked along the leading dimensions."""
         if head is None:
             raise BackboneError("an encoder needs the task's head to answer.")
-        return F.linear(hidden.to(head.weight), head.weight, head.bias)
+        found = torch.einsum("...nth,...kh->...ntk", hidden.to(head.weight), head.weight)
+        return found + head.bias[..., None, None, :]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
-    Row,
+    Reading,
     Tokens,
     VocabularyBackbone,
-    gather_positions,
-    readout_positions,
+    gather_reads,
 )
+from qtuning.backbones.t5 import MODEL_TYPES, T5Layers
 from qtuning.tasks import Text
 
 
@@ -26,6 +28,8 @@ class Seq2SeqBackbone(VocabularyBackbone):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.family = "seq2seq"
+        is_t5 = self.model.config.model_type in MODEL_TYPES
+        self.t5 = T5Layers(self.model) if is_t5 else None
 
     def _answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as the tokenizer writes a target, end token included."""
@@ -36,32 +40,44 @@ class Seq2SeqBackbone(VocabularyBackbone):
         whole = " ".join(text) if isinstance(text, tuple) else text
         return Tokens(tuple(self.tokenizer(whole, truncation=True, max_length=room)["input_ids"]))
 
-    def hidden(self, rows: Sequence[Row], bank: Tensor) -> Tensor:
-        """[sum of paths, t, h]: states of the decoder."""
-        batch = self.assemble(rows, bank)
-        encoded: Tensor = self.model.get_encoder()(
-            inputs_embeds=batch.inputs_embeds, attention_mask=batch.attention_mask
-        ).last_hidden_state
-        owners = [i for i, row in enumerate(rows) for _ in row.paths]
-        if len(owners) > len(rows):
-            index = torch.tensor(owners, device=encoded.device)
-            encoded, mask = encoded[index], batch.attention_mask[index]
-        else:
-            mask = batch.attention_mask
-        positions = readout_positions(rows, [0] * len(owners))
-        return gather_positions(self._decode(rows, encoded, mask), positions)
+    def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
+        """[p, t, h]: states of the decoder; the encoder reads each row once for all its paths."""
+        batch = self.assemble(reading, bank)
+        filled = batch.is_filled
+        encoded = self._encode(batch.inputs_embeds, filled)
+        if not reading.is_single:
+            encoded, filled = encoded[reading.owner], filled[reading.owner]
+        ids = F.pad(reading.path, (1, 0), value=self.model.config.decoder_start_token_id)
+        states = self._decode(ids, encoded, filled)
+        return gather_reads(states, torch.zeros_like(reading.reads), reading.reads, ids.shape[1])
 
-    def _decode(self, rows: Sequence[Row], encoded: Tensor, mask: Tensor) -> Tensor:
-        start = self.model.config.decoder_start_token_id
-        paths = [(start, *path) for row in rows for path in row.paths]
-        longest = max(len(path) for path in paths)
-        ids = torch.tensor([[*path, *[self.pad_id] * (longest - len(path))] for path in paths])
-        read = torch.arange(longest) < torch.tensor([len(path) for path in paths])[:, None]
+    @contextmanager
+    def layers(self, *, is_training: bool) -> Iterator[None]:
+        """T5's own layers, compiled for fixed shapes in training and for any shape in scoring."""
+        if self.t5 is None:
+            with super().layers(is_training=is_training):
+                yield
+            return
+        with self.t5.compiled(self.is_compiled, not is_training):
+            yield
+
+    def _encode(self, embeds: Tensor, is_filled: Tensor) -> Tensor:
+        """[b, s, d] -> [b, s, d]."""
+        if self.t5:
+            return self.t5.encode(embeds, is_filled)
+        states: Tensor = self.model.get_encoder()(
+            inputs_embeds=embeds, attention_mask=is_filled.long()
+        ).last_hidden_state
+        return states
+
+    def _decode(self, ids: Tensor, encoded: Tensor, is_filled: Tensor) -> Tensor:
+        """[p, t] after [p, s, d] -> [p, t, d]; what pads a path on the right is not seen before it."""
+        if self.t5:
+            return self.t5.decode(ids, encoded, is_filled)
         states: Tensor = self.model.get_decoder()(
-            input_ids=ids.to(self.device),
-            attention_mask=read.long().to(self.device),
+            input_ids=ids,
             encoder_hidden_states=encoded,
-            encoder_attention_mask=mask,
+            encoder_attention_mask=is_filled.long(),
             use_cache=False,
         ).last_hidden_state
         return states

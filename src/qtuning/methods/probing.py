@@ -18,7 +18,7 @@ from qtuning.config import MethodSettings, TrainSettings
 from qtuning.evaluation import score_predictions
 from qtuning.lanes import Report
 from qtuning.methods import MethodInfo, register
-from qtuning.scoring import batches_by_length
+from qtuning.scoring import read_all
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task, Text
 
@@ -84,14 +84,9 @@ class LinearProbe:
 
 def read_features(backbone: Backbone, texts: Sequence[Text]) -> Tensor:
     """Read-outs [n, h] of the bare texts, float64 on the CPU."""
-    rows = [Row(tokens, 0, 0) for tokens in backbone.tokenize(texts, 0)]
+    rows = [Row(tokens) for tokens in backbone.tokenize(texts, 0)]
     bank = torch.zeros(0, backbone.embed_dim, device=backbone.device)
-    found = torch.zeros(len(rows), backbone.hidden_dim, dtype=torch.float64)
-    with torch.no_grad():
-        for batch in batches_by_length([len(row.tokens.ids) for row in rows], backbone):
-            hidden = backbone.hidden([rows[i] for i in batch], bank)[:, 0]
-            found[torch.tensor(batch)] = hidden.to("cpu", torch.float64)
-    return found
+    return read_all(backbone, rows, bank)[:, 0].to("cpu", torch.float64)
 
 
 def fit_logistic(features: Tensor, labels: Tensor, classes: int, penalty: float) -> Head:

@@ -10,7 +10,7 @@ ProgPrompt; with a queue of one it is the per-task prompt (see `prompting.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,21 +19,15 @@ from torch import Tensor
 
 from qtuning.backbones import Backbone, Head, Row, Tokens
 from qtuning.config import MethodSettings, TrainSettings
-from qtuning.lanes import Report, Request, fit_lanes
+from qtuning.lanes import Report, fit_lanes
 from qtuning.methods import MethodInfo, register
-from qtuning.objectives import (
-    IGNORE,
-    Discriminator,
-    cross_entropy,
-    jsd_retention,
-    kl_retention,
-    label_scores,
-)
-from qtuning.prompts import ResidualMLP, compose, sample_vocabulary_rows
+from qtuning.objectives import make_discriminator
+from qtuning.prompts import compose, make_mlp, residual_mlp, sample_vocabulary_rows
 from qtuning.queue import PromptQueue
-from qtuning.scoring import Answerer, batches_by_length
+from qtuning.scoring import read_all
 from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
+from qtuning.stack import part
 from qtuning.tasks import Split, Task
 
 
@@ -88,11 +82,8 @@ class QTuning:
         mlp: dict[str, Tensor] = {}
         layout = shared.clone()
         if settings.mlp and settings.shared_length:
-            fresh = ResidualMLP(
-                backbone.embed_dim, settings.mlp_hidden, generator, backbone.lane_dtype
-            )
-            mlp = dict(fresh.state_dict())
-            layout = fresh(shared).detach()
+            mlp = make_mlp(backbone.embed_dim, settings.mlp_hidden, generator, backbone.lane_dtype)
+            layout = residual_mlp(shared, mlp)
         return QState(seed, queue, shared, mlp, last_layout=layout)
 
     def learn(
@@ -139,7 +130,7 @@ class QTuning:
 
 
 class QTuningLane:
-    """One run learning one task: its trainable tensors, and the requests they make of the engine."""
+    """One run learning one task: its trained and fixed tensors, and the layout they make."""
 
     def __init__(
         self,
@@ -156,17 +147,14 @@ class QTuningLane:
         self.order = self._generator("order")
         self.evicting = state.queue.is_full
         self.queue = state.queue.with_room(self._generator("eviction"))
-        self._make_trainable()
         words = [self.card.label_words[name] for name in self.card.label_names]
         self.answers = backbone.answers(words)
-        rows, longest = len(self.layout()), self.answers.longest
-        self.train = backbone.tokenize(split.train.texts, rows, longest)
-        self.train_labels = split.train.labels
-        self.train_size = len(self.train)
+        self._make_tensors()
+        rows, longest = len(self.layout(self.tensors)), self.answers.longest
+        self.train: Sequence[Tokens] = backbone.tokenize(split.train.texts, rows, longest)
+        self.train_labels: Sequence[int] = split.train.labels
         self.validation: Sequence[Tokens] = backbone.tokenize(split.validation.texts, rows, longest)
         self.validation_labels: Sequence[int] = split.validation.labels
-        used = sorted({token for sequence in self.answers.sequences for token in sequence})
-        self.label_columns = torch.tensor(used, device=backbone.device)
         self._make_retention()
 
     # ── what is trained ──────────────────────────────────────────────────────────────────────
@@ -174,120 +162,96 @@ class QTuningLane:
     def _generator(self, purpose: str) -> torch.Generator:
         return torch_generator(self.state.seed, self.state.learnt, self.task, purpose)
 
-    def _trainable(self, tensor: Tensor) -> Tensor:
-        return (
-            tensor.detach()
-            .clone()
-            .to(self.backbone.device, self.backbone.lane_dtype)
-            .requires_grad_()
-        )
-
-    def _make_trainable(self) -> None:
+    def _make_tensors(self) -> None:
         backbone, settings = self.backbone, self.settings
         dim, dtype = backbone.embed_dim, backbone.lane_dtype
-        self.prompt = self._trainable(
-            sample_vocabulary_rows(
-                backbone.embed,
-                backbone.vocabulary(),
-                settings.prompt_length,
-                self._generator("prompt"),
-            )
+        queue_rows = self.queue.in_order()
+        self.trained: dict[str, Tensor] = {}
+        """Tensors the engine moves, by name; the first word is the learning-rate group (see `stack.GROUPS`)."""
+        self.fixed: dict[str, Tensor] = {"queue_rows": queue_rows}
+        prompt = sample_vocabulary_rows(
+            backbone.embed,
+            backbone.vocabulary(),
+            settings.prompt_length,
+            self._generator("prompt"),
         )
-        self.queue_rows = self.queue.in_order().to(backbone.device)
         # every task begins with W = 1: after a trim, rows have no counterpart in the last task (A4)
-        self.u = self._trainable(torch.ones(len(self.queue_rows) + settings.prompt_length))
-        self.v = self._trainable(torch.ones(dim))
-        for vector in (self.u, self.v):
-            vector.requires_grad_(settings.scale)
-        self.shared = self._trainable(self.state.shared_prefix)
+        scale = {
+            "u.queue": torch.ones(len(queue_rows)),
+            "u.prompt": torch.ones(settings.prompt_length),
+            "v": torch.ones(dim),
+        }
+        shared = {"shared": self.state.shared_prefix}
+        shared |= {f"shared_mlp.{key}": tensor for key, tensor in self.state.shared_mlp.items()}
         first_or_evicting = self.state.learnt == 0 or self.evicting
         self.trains_shared = settings.shared_length > 0 and (
             settings.shared_schedule == "all" or first_or_evicting
         )
-        self.mlp = self.shared_mlp = None
+        self.trained["prompt"] = prompt
+        (self.trained if settings.scale else self.fixed).update(scale)
+        (self.trained if self.trains_shared else self.fixed).update(shared)
         if settings.mlp:
-            new = ResidualMLP(dim, settings.mlp_hidden, self._generator("mlp"), dtype)
-            self.mlp = new.to(backbone.device)
-        if self.state.shared_mlp:
-            kept = ResidualMLP(dim, settings.mlp_hidden, torch_generator("unused"), dtype)
-            kept.load_state_dict(self.state.shared_mlp)
-            self.shared_mlp = kept.to(backbone.device)
-        self.head: Head | None = None
+            weights = make_mlp(dim, settings.mlp_hidden, self._generator("mlp"), dtype)
+            self.trained |= {f"mlp.{key}": tensor for key, tensor in weights.items()}
         if backbone.needs_head:
             bound = backbone.hidden_dim**-0.5
             weight = torch.empty(len(self.card.label_names), backbone.hidden_dim, dtype=dtype)
             weight.uniform_(-bound, bound, generator=self._generator("head"))
-            self.head = Head(self._trainable(weight), self._trainable(torch.zeros(len(weight))))
+            self.trained |= {"head.weight": weight, "head.bias": torch.zeros(len(weight))}
+        for tensors in (self.trained, self.fixed):
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.detach().clone().to(backbone.device, dtype)
 
-    def parameters(self) -> dict[str, list[Tensor]]:
-        """Trainable tensors by learning-rate group."""
-        shared_mlp = list(self.shared_mlp.parameters()) if self.shared_mlp else []
-        return {
-            "prompt": [self.prompt],
-            "scale": [self.u, self.v] if self.settings.scale else [],
-            "shared": [self.shared] if self.trains_shared else [],
-            "mlp": [
-                *(self.mlp.parameters() if self.mlp else []),
-                *(shared_mlp if self.trains_shared else []),
-            ],
-            "head": [self.head.weight, self.head.bias] if self.head else [],
-            "discriminator": list(self.discriminator.parameters()) if self.discriminator else [],
-        }
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Trained and fixed."""
+        return {**self.fixed, **self.trained}
 
     # ── what stands before the text ──────────────────────────────────────────────────────────
 
-    def prompt_rows(self) -> Tensor:
-        """[l, d] of the current task, through its MLP where there is one."""
-        return self.mlp(self.prompt) if self.mlp else self.prompt
+    def prompt_rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """[..., l, d] of the current task, through its MLP where there is one."""
+        weights = part(tensors, "mlp")
+        return residual_mlp(tensors["prompt"], weights) if weights else tensors["prompt"]
 
-    def shared_rows(self) -> Tensor:
-        """[s, d] of the shared prefix, through its MLP where there is one."""
-        rows = self.shared_mlp(self.shared) if self.shared_mlp else self.shared
-        return rows if self.trains_shared else rows.detach()
+    def shared_rows(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """[..., s, d] of the shared prefix, through its MLP where there is one."""
+        weights = part(tensors, "shared_mlp")
+        return residual_mlp(tensors["shared"], weights) if weights else tensors["shared"]
 
-    def layout(self) -> Tensor:
-        """[theta*; W o (queue, prompt)], the conditioning of Eq. 8."""
+    def layout(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """[theta*; W o (queue, prompt)], the conditioning of Eq. 8: [..., rows, d].
+
+        A pure function of the tensors, which may be those of many lanes, stacked: with leading
+        dimensions, and queues padded to the longest.
+        """
         return compose(
-            self.shared_rows(),
-            self.queue_rows,
-            self.prompt_rows(),
-            self.u,
-            self.v,
+            self.shared_rows(tensors),
+            tensors["queue_rows"],
+            self.prompt_rows(tensors),
+            tensors["u.queue"],
+            tensors["u.prompt"],
+            tensors["v"],
             scale_prompt=self.settings.scale_new_prompt,
             newest_first=self.settings.newest_first,
         )
 
-    # ── what is asked of the engine ──────────────────────────────────────────────────────────
+    def slots(self, longest_queue: int) -> list[int]:
+        """Where this lane's rows stand in a layout whose queue was padded to that many rows."""
+        shared, prompt = self.settings.shared_length, self.settings.prompt_length
+        before = prompt if self.settings.newest_first else 0
+        queue = range(shared + before, shared + before + len(self.fixed["queue_rows"]))
+        after = shared + (0 if self.settings.newest_first else longest_queue)
+        new = range(after, after + prompt)
+        old_and_new = [*new, *queue] if self.settings.newest_first else [*queue, *new]
+        return [*range(shared), *old_and_new]
 
-    def requests(self, batch: Sequence[int]) -> list[Request]:
-        """L_Q on the task (Eq. 8) and, weighed by the memory factor, L_MR (Eq. 10)."""
-        tokens = [self.train[i] for i in batch]
-        paths = [self.answers.sequences[self.train_labels[i]][:-1] for i in batch]
-        targets = self._targets(batch)
-
-        def task_loss(hidden: Tensor) -> Tensor:
-            return cross_entropy(self.backbone.logits(hidden, self.head), targets)
-
-        def retention_loss(hidden: Tensor) -> Tensor:
-            return self._retention(hidden, batch, targets)
-
-        asked = [Request(self.layout(), tokens, paths, task_loss)]
-        if self.teacher is not None:
-            weight = self.settings.memory_factor
-            asked.append(Request(self.shared_rows(), tokens, paths, retention_loss, weight))
-        return asked
-
-    def answerer(self) -> Answerer:
-        """The lane as it would answer now."""
-        head = self.head.detached() if self.head else None
-        return Answerer(self.layout().detach(), self.answers, head)
-
-    def _targets(self, batch: Sequence[int]) -> Tensor:
-        """Gold answers [n, t], padded with IGNORE."""
-        sequences = [self.answers.sequences[self.train_labels[i]] for i in batch]
-        width = max(len(sequence) for sequence in sequences)
-        padded = [[*sequence, *[IGNORE] * (width - len(sequence))] for sequence in sequences]
-        return torch.tensor(padded, device=self.backbone.device)
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """Lanes that agree in this can be stacked."""
+        kind = self.settings.retention if self.teacher is not None else None
+        names = tuple(sorted(self.trained))
+        return (names, self.settings, kind)
 
     # ── memory retention ─────────────────────────────────────────────────────────────────────
 
@@ -295,72 +259,56 @@ class QTuningLane:
         """Run the frozen teacher once: its read-outs for every training example are kept (A12)."""
         settings, backbone = self.settings, self.backbone
         self.teacher: Tensor | None = None
-        self.discriminator: Discriminator | None = None
+        """[examples, t, h]."""
         active = settings.retention != "none" and settings.memory_factor > 0
         if not (active and self.evicting and self.trains_shared):
             return
         bank = self.state.last_layout.to(backbone.device)
         rows = [
-            Row(tokens, 0, len(bank), (self.answers.sequences[label][:-1],))
+            Row(tokens, range(len(bank)), (self.answers.sequences[label][:-1],))
             for tokens, label in zip(self.train, self.train_labels, strict=True)
         ]
-        kept = torch.zeros(len(rows), self.answers.longest, backbone.hidden_dim,
-                           dtype=backbone.dtype, device=backbone.device)  # fmt: skip
-        lengths = [len(bank) + len(row.tokens.ids) + len(row.paths[0]) for row in rows]
-        with torch.no_grad():
-            for batch in batches_by_length(lengths, backbone):
-                hidden = backbone.hidden([rows[i] for i in batch], bank)
-                kept[torch.tensor(batch, device=kept.device), : hidden.shape[1]] = hidden
-        self.teacher = kept
+        self.teacher = read_all(backbone, rows, bank)
         if settings.retention == "jsd":
-            self.discriminator = Discriminator(
-                len(self.label_columns), self._generator("discriminator"), backbone.lane_dtype
-            ).to(backbone.device)
-
-    def _retention(self, hidden: Tensor, batch: Sequence[int], targets: Tensor) -> Tensor:
-        """L_MR: the shared prefix alone should answer as the previous state did (Eq. 9 or 18).
-
-        The head is the current one on both sides, without gradient (A11): retention moves only the
-        shared prefix, its MLP, and for `jsd` the discriminator.
-        """
-        assert self.teacher is not None
-        head = self.head.detached() if self.head else None
-        index = torch.tensor(list(batch), device=self.teacher.device)
-        new = self.backbone.logits(hidden, head)
-        old = self.backbone.logits(self.teacher[index, : hidden.shape[1]], head).detach()
-        if self.discriminator is None:
-            return kl_retention(new, old, targets)
-        scores = [label_scores(each, targets, self.label_columns) for each in (new, old)]
-        return jsd_retention(scores[0], scores[1], self.discriminator)
+            used = sorted({token for sequence in self.answers.sequences for token in sequence})
+            columns = torch.tensor(used, device=backbone.device)
+            self.fixed |= {"columns": columns, "is_column": torch.ones_like(columns)}
+            weights = make_discriminator(
+                len(used), self._generator("discriminator"), backbone.lane_dtype
+            )
+            self.trained |= {
+                f"discriminator.{key}": tensor.to(backbone.device)
+                for key, tensor in weights.items()
+            }
 
     # ── the end of the task ──────────────────────────────────────────────────────────────────
 
     def finish(self, facts: dict[str, float]) -> QState:
         """Bake the MLP, append the raw prompt to the queue (A7), take the snapshot."""
         state = self.state
-        layout = self.layout().detach().cpu().clone()
-        head = self.head and Head(
-            self.head.weight.detach().cpu().clone(), self.head.bias.detach().cpu().clone()
-        )
+        own = {name: tensor.detach().cpu() for name, tensor in self.tensors.items()}
+        layout = self.layout(own).clone()
+        head = part(own, "head")
         recorded = {
             **facts,
             "seed": state.seed,
             "split": self.sizes,
             "rows": len(layout),
             "evicted": self.evicting,
-            "scale_u": self.u.detach().tolist(),
+            "scale_u": [*own["u.queue"].tolist(), *own["u.prompt"].tolist()],
         }
-        snapshot = Snapshot(self.card, layout, head, recorded)
-        mlp = self.shared_mlp
+        snapshot = Snapshot(
+            self.card, layout, Head(**{k: t.clone() for k, t in head.items()}) if head else None, recorded
+        )  # fmt: skip
         return replace(
             state,
-            queue=self.queue.append(self.prompt_rows().detach().cpu()),
-            shared_prefix=self.shared.detach().cpu().clone(),
-            shared_mlp={k: t.detach().cpu().clone() for k, t in mlp.state_dict().items()} if mlp else {},
+            queue=self.queue.append(self.prompt_rows(own)),
+            shared_prefix=own["shared"].clone(),
+            shared_mlp={key: tensor.clone() for key, tensor in part(own, "shared_mlp").items()},
             last_layout=layout,
             learnt=state.learnt + 1,
             snapshots=added(state.snapshots, snapshot),
-        )  # fmt: skip
+        )
 
 
 register(

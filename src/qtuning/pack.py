@@ -1,0 +1,215 @@
+"""A pack: lanes of any structure that take their steps in the same passes of one backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qtuning.backbones import Backbone, Head, Row
+from qtuning.config import TrainSettings
+from qtuning.graphs import StepGraphs, Widths
+from qtuning.scoring import Quiz, stack_heads
+from qtuning.stack import Batches, Lane, LaneStack
+
+BUCKET = 8
+"""Positions by which the lengths of compiled steps differ, for each 128 positions."""
+NARROW = 0.75
+"""Retention gets a pass of its own when its sequences are shorter than this share of the others."""
+
+
+class Pack:
+    """Stacks of lanes on one backbone, their training examples on its device."""
+
+    def __init__(self, backbone: Backbone, lanes: Sequence[Lane], settings: TrainSettings):
+        self.backbone, self.lanes, self.settings = backbone, list(lanes), settings
+        members: dict[tuple[object, ...], list[int]] = {}
+        for i, lane in enumerate(self.lanes):
+            members.setdefault(lane.structure, []).append(i)
+        self.members = list(members.values())
+        """For each stack the lanes in it."""
+        self.stacks = [
+            LaneStack(backbone, [lanes[i] for i in own], settings) for own in self.members
+        ]
+        self.places = {i: (s, k) for s, own in enumerate(self.members) for k, i in enumerate(own)}
+        """For each lane its stack and its place in it."""
+        self.banks = np.cumsum([0, *(stack.rows * len(stack.lanes) for stack in self.stacks)])
+        rows: list[Row] = []
+        self.tables = []
+        for stack, offset in zip(self.stacks, self.banks, strict=False):
+            self.tables.append(len(rows))
+            rows += stack.table_rows(int(offset))
+        self.reading = backbone.prepare(rows)
+        follows = backbone.answer_follows_text
+        self.lengths = np.array(
+            [
+                len(r.tokens.ids) + len(r.slots) + (len(r.paths[0]) if follows else 0)
+                for r in rows
+            ]
+        )  # fmt: skip
+        in_stacks = torch.tensor([i for own in self.members for i in own], device=backbone.device)
+        self.order = in_stacks.argsort()
+        self.graphs = StepGraphs(self.compute, backbone.device)
+        self.losses: list[Tensor] = []
+        """[lanes] for each step since `take_losses`, on the device."""
+        self._quizzes: dict[tuple[int, ...], Quiz] = {}
+
+    # ── training ─────────────────────────────────────────────────────────────────────────────
+
+    def step(self, batches: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """One optimiser step of every lane with a batch, from one forward and one backward pass.
+
+        Args:
+            batches: Training examples of each lane; none for a lane that stands still.
+            counts: Optimiser steps of each lane, this one included.
+        """
+        inputs, widths = self.plan(batches, counts)
+        if self.backbone.is_captured or self.backbone.is_compiled:
+            wide, narrow = (self._bucket(width) for width in widths)
+            self.losses.append(self.graphs.step(inputs, (wide, narrow)))
+        else:
+            self.losses.append(self.compute(inputs, widths))
+
+    def _bucket(self, width: int) -> int:
+        """The next of a few widths, so that there are few shapes to compile."""
+        unit = BUCKET * max(1, width // 128)
+        rounded = -(-width // unit) * unit
+        return max(width, min(rounded, self.backbone.max_length))
+
+    def plan(
+        self, batches: Sequence[Sequence[int]], counts: Sequence[int]
+    ) -> tuple[list[Batches], Widths]:
+        """The step's examples as tensors, and the positions of its longest sequences."""
+        device, size = self.backbone.device, self.settings.batch_size
+        inputs, width, narrow = [], 0, 0
+        for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
+            example = np.tile(np.array(stack.starts)[:, None], (1, size))
+            is_live = np.zeros(example.shape, dtype=bool)
+            for k, i in enumerate(own):
+                example[k, : len(batches[i])] += np.array(batches[i], dtype=np.int64)
+                is_live[k, : len(batches[i])] = True
+            width = max(width, int(self.lengths[table + example].max()))
+            if stack.teacher is not None:
+                again = table + len(stack.targets) + example
+                narrow = max(narrow, int(self.lengths[again].max()))
+            count = [counts[i] if batches[i] else 0 for i in own]
+            inputs.append(
+                Batches(
+                    torch.from_numpy(example).to(device),
+                    torch.from_numpy(is_live).to(device),
+                    torch.tensor(count, device=device),
+                )
+            )
+        # under the shared prefix alone sequences are short: padding them costs more than a second pass
+        is_apart = 0 < narrow <= NARROW * width
+        return inputs, (width, narrow if is_apart else 0)
+
+    def compute(self, inputs: Sequence[Batches], widths: Widths) -> Tensor:
+        """Losses [lanes] of one step, which is taken. Nothing here waits for the device."""
+        with self.backbone.layers(is_training=True):
+            losses = self.forward(inputs, widths)
+        trained = [(stack, name) for stack in self.stacks for name in stack.trained]
+        gradients = torch.autograd.grad(
+            losses.sum(), [stack.trained[name] for stack, name in trained], allow_unused=True
+        )
+        for stack, batch in zip(self.stacks, inputs, strict=True):
+            own = {
+                name: gradient if gradient is not None else torch.zeros_like(stack.trained[name])
+                for (of, name), gradient in zip(trained, gradients, strict=True)
+                if of is stack
+            }
+            stack.update(own, batch.count)
+        return losses.detach()
+
+    def forward(self, inputs: Sequence[Batches], widths: Widths) -> Tensor:
+        """Losses [lanes] with their graph, in the order of the lanes."""
+        width, narrow = widths
+        whole, shared = [], []
+        for stack, batch, table in zip(self.stacks, inputs, self.tables, strict=True):
+            rows = table + batch.example.flatten()
+            whole.append(rows)
+            if stack.teacher is not None:
+                shared.append(rows + len(stack.targets))
+        bank = torch.cat([stack.bank() for stack in self.stacks])
+        passes = [(whole, width), (shared, narrow)] if narrow else [([*whole, *shared], width)]
+        read = [
+            self.backbone.hidden(self.reading.at(torch.cat(rows), size), bank)
+            for rows, size in passes
+        ]
+        parts = torch.split(torch.cat(read), [len(rows) for rows in [*whole, *shared]])
+        found, again = [], iter(parts[len(whole) :])
+        for stack, batch, own in zip(self.stacks, inputs, parts, strict=False):
+            found.append(
+                stack.losses(own, next(again) if stack.teacher is not None else None, batch)
+            )
+        return torch.cat(found)[self.order]
+
+    def take_losses(self) -> np.ndarray:
+        """[steps, lanes] since the last call; waits for the device."""
+        found = torch.stack(self.losses).cpu().double().numpy()
+        self.losses.clear()
+        return found
+
+    # ── validation ───────────────────────────────────────────────────────────────────────────
+
+    def validate(self, due: Sequence[int]) -> list[tuple[list[int], float]]:
+        """For each of these lanes its predictions on its validation rows, and the mean log-likelihood."""
+        key = tuple(due)
+        if key not in self._quizzes:
+            tokens = [each for i in due for each in self.lanes[i].validation]
+            asked = [i for i in due for _ in self.lanes[i].validation]
+            answers = [lane.answers for lane in self.lanes]
+            slots = [self.slots(i) for i in range(len(self.lanes))]
+            self._quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers)
+        with torch.no_grad():
+            bank = torch.cat([stack.bank() for stack in self.stacks])
+        found = self._quizzes[key].log_probs(bank, self._heads())
+        gold = torch.tensor(
+            [label for i in due for label in self.lanes[i].validation_labels], device=found.device
+        )
+        likelihood = found.gather(1, gold[:, None]).squeeze(1).double().cpu()
+        guesses = found.argmax(dim=-1).tolist()
+        results, first = [], 0
+        for i in due:
+            last = first + len(self.lanes[i].validation_labels)
+            results.append((guesses[first:last], float(likelihood[first:last].mean())))
+            first = last
+        return results
+
+    def slots(self, lane: int) -> list[int]:
+        """Rows of the pack's bank that make up a lane's layout."""
+        s, k = self.places[lane]
+        return [int(self.banks[s]) + slot for slot in self.stacks[s].slots(k)]
+
+    def _heads(self) -> Head | None:
+        """Heads of all lanes, in their order, padded to the most classes."""
+        if not self.backbone.needs_head:
+            return None
+        heads = []
+        for i in range(len(self.lanes)):
+            s, k = self.places[i]
+            own = self.stacks[s].heads()
+            assert own is not None
+            heads.append(Head(own.weight.detach()[k], own.bias.detach()[k]))
+        return stack_heads(heads)
+
+    # ── one lane ─────────────────────────────────────────────────────────────────────────────
+
+    def keep_best(self, better: Sequence[int]) -> None:
+        """Remember the present state of these lanes as their best."""
+        for s, stack in enumerate(self.stacks):
+            places = [self.places[i][1] for i in better if self.places[i][0] == s]
+            if places:
+                stack.keep_best(places)
+
+    def export(self, lane: int) -> dict[str, Tensor]:
+        """A lane's own numbers."""
+        s, k = self.places[lane]
+        return self.stacks[s].export(k)
+
+    def restore(self, lane: int, saved: dict[str, Tensor]) -> None:
+        """What `export` gave."""
+        s, k = self.places[lane]
+        self.stacks[s].restore(k, saved)
