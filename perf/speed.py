@@ -135,12 +135,19 @@ class Bench:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def add(self, name: str, step: Callable[[], object], repeats: int, units: float = 1.0) -> None:
-        """`units` of work (lanes, rows) are done by one call; the first call compiles and is not counted."""
+    def add(
+        self,
+        name: str,
+        step: Callable[[], object],
+        repeats: int,
+        units: float = 1.0,
+        warm_up: int = 3,
+    ) -> None:
+        """`units` of work (lanes, rows) are done by one call; calls that warm up are not counted."""
         began = time.perf_counter()
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for _ in range(3 if self.device == "cuda" else 1):
+        for _ in range(warm_up if self.device == "cuda" else 1):
             step()
         self.wait()
         if self.device == "cuda":
@@ -198,91 +205,143 @@ def step_flops(geometry: str, tokens: int, rows: int) -> float:
     return tokens * (2 * per_token + 3 * attention)
 
 
-def run(geometry: str, device: str, packs: list[int], rounds: int, dtype: str) -> dict:
-    """All measurements of one geometry on one device."""
-    on_card = device == "cuda"
-    if not on_card:
-        torch.set_num_threads(2)
-    model, backbone = build(geometry, device, dtype)
-    is_causal = backbone.family == "causal"
-    task = make_task(89 if not is_causal else 87, VALIDATION if on_card else 12)
-    one = Ours(backbone, task, 1)
-    lane = one.fits[0].lane
-    rows = len(lane.layout(lane.tensors))
-    texts = [tokens.ids for tokens in lane.train]
-    targets = [lane.answers.sequences[label] for label in lane.train_labels]
-    record = {
-        "geometry": geometry, "dtype": dtype, "prompt_rows": rows, "batch_size": BATCH,
-        "mean_text_tokens": statistics.mean(map(len, texts)), "rounds": rounds,
-        "train_rows": len(texts), "validation_rows": len(lane.validation),
-    }  # fmt: skip
-    bench = Bench(device)
-    few = 1 if not on_card else 5
-    if not is_causal:
-        peer = ProgressiveLoop(model, rows, PROMPT)
-        bench.add("reference step", lambda: peer.step(texts[:BATCH], targets[:BATCH]), few)
-        bench.add("reference row", lambda: peer.validate(texts[:BATCH]), few, BATCH)
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-    tuned = {}
-    for attention in ("eager", "sdpa"):
-        source = model
-        source.set_attn_implementation(attention)
-        tuned[attention] = PeftLoop(source, rows, kind, is_causal)
-        loop = tuned[attention]
-        bench.add(
-            f"peft step, {attention}",
-            lambda loop=loop: loop.step(texts[:BATCH], targets[:BATCH]),
-            few,
-        )
-    bench.add("ours alone, eager", one.step, few)
-    for lanes in packs[:3]:
-        bench.add(f"ours packed {lanes}, eager", Ours(backbone, task, lanes).step, 2, lanes)
-    bench.add("ours row, eager", one.validate, 1, len(lane.validation))
-    bench.measure(rounds)
-    found = bench.results()
-    with tempfile.TemporaryDirectory() as folder:
-        steps = 20 if on_card else 3
-        seconds = trainer_step_seconds(tuned["sdpa"], texts, targets, BATCH, steps, folder)
-        found["peft step, Trainer"] = {"ms": 1000 * seconds}
-    if on_card:
-        record["matrix_tflops"] = matrix_rate(device)
-        found |= compiled(backbone, task, packs, rounds, tuned["sdpa"], texts, targets)
+class Study:
+    """All measurements of one geometry on one device, written to disk as they are made."""
+
+    def __init__(self, geometry: str, device: str, dtype: str, path: Path, head: dict):
+        self.geometry, self.device, self.path = geometry, device, path
+        self.on_card = device == "cuda"
+        self.model, self.backbone = build(geometry, device, dtype)
+        self.is_causal = self.backbone.family == "causal"
+        words = 87 if self.is_causal else 89
+        self.task = make_task(words, VALIDATION if self.on_card else 12)
+        lane = Ours(self.backbone, self.task, 1).fits[0].lane
+        self.rows = len(lane.layout(lane.tensors))
+        self.texts = [tokens.ids for tokens in lane.train]
+        self.targets = [lane.answers.sequences[label] for label in lane.train_labels]
+        self.dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        self.bench = Bench(device)
+        mean = statistics.mean(map(len, self.texts))
+        self.record = {
+            **head, "geometry": geometry, "dtype": dtype, "prompt_rows": self.rows,
+            "batch_size": BATCH, "mean_text_tokens": mean, "train_rows": len(self.texts),
+            "tokens_per_step": BATCH * (self.rows + mean),
+        }  # fmt: skip
         if geometry in GEOMETRY:
-            backbone.max_length = 12_000  # T5 counts distances, not positions
-            record["growth"] = growth(backbone, task, rounds)
-            backbone.max_length = PADDED
-    if geometry in GEOMETRY:
-        tokens = BATCH * (rows + statistics.mean(map(len, texts)))
-        record["ideal_step_tflop"] = step_flops(geometry, tokens, BATCH) / 1e12
-    record["tokens_per_step"] = BATCH * (rows + statistics.mean(map(len, texts)))
-    record["results"] = found
-    return record
+            flops = step_flops(geometry, BATCH * (self.rows + mean), BATCH)
+            self.record["ideal_step_tflop"] = flops / 1e12
+
+    def batch(self) -> tuple[list, list]:
+        """The peers' batch."""
+        return self.texts[:BATCH], self.targets[:BATCH]
+
+    def save(self) -> None:
+        """What is known so far."""
+        self.path.write_text(json.dumps(self.record, indent=1) + "\n")
+
+    def add_peers(self) -> None:
+        """The reference loop, and PEFT with both of its attentions."""
+        few = 5 if self.on_card else 1
+        if not self.is_causal:
+            peer = ProgressiveLoop(self.model, self.rows, PROMPT)
+            self.bench.add("reference step", lambda: peer.step(*self.batch()), few)
+            self.bench.add("reference row", lambda: peer.validate(self.batch()[0]), few, BATCH)
+        self.peft = {}
+        for attention in ("eager", "sdpa"):
+            self.model.set_attn_implementation(attention)
+            loop = PeftLoop(self.model, self.rows, self.dtype, self.is_causal)
+            self.peft[attention] = loop
+            self.bench.add(
+                f"peft step, {attention}", lambda loop=loop: loop.step(*self.batch()), few
+            )
+
+    def add_ours(self, lanes: int, way: str, retention: bool = False) -> None:
+        """A pack of so many lanes, launched in that way."""
+        name = "ours alone" if lanes == 1 else f"ours packed {lanes}"
+        name += " with retention" if retention else ""
+        try:
+            ours = Ours(self.backbone, self.task, lanes, retention)
+            repeats = (10 if lanes == 1 else 3) if self.on_card else 1
+            self.bench.add(f"{name}, {way}", in_mode(self.backbone, way, ours.step), repeats, lanes)
+        except torch.OutOfMemoryError:
+            print(f"  {name}, {way}: does not fit", flush=True)
+
+    def add_rows(self, lanes: int, way: str) -> None:
+        """Validation of so many lanes together."""
+        ours = Ours(self.backbone, self.task, lanes)
+        count = lanes * len(ours.fits[0].lane.validation)
+        step = in_mode(self.backbone, way, ours.validate)
+        self.bench.add(f"ours row, {way}", step, 1, count, warm_up=1)
+
+    def measure(self, rounds: int) -> None:
+        """Everything that was added, in turns."""
+        self.bench.measure(rounds)
+        self.record |= {"rounds": rounds, "results": self.bench.results()}
+        if self.on_card:
+            self.record["matrix_tflops"] = matrix_rate(self.device)
+        if "reference step" in self.record["results"]:
+            self.record["epoch_ms"] = epochs(self.record)
+        self.save()
+
+    def measure_trainer(self) -> None:
+        """PEFT under the Trainer of transformers."""
+        steps = 8 if self.on_card else 3
+        with tempfile.TemporaryDirectory() as folder:
+            loop = self.peft["sdpa"]
+            seconds = trainer_step_seconds(loop, self.texts, self.targets, BATCH, steps, folder)
+        self.record["results"]["peft step, Trainer"] = {"ms": 1000 * seconds}
+        self.save()
+
+    def measure_peft_compiled(self, rounds: int) -> None:
+        """PEFT with compiled layers."""
+        bench = Bench(self.device)
+        loop = self.peft["sdpa"]
+        for layer in repeated_layers(loop.model):
+            layer.compile()
+        bench.add("peft step, compiled", lambda: loop.step(*self.batch()), 5)
+        bench.measure(rounds)
+        self.record["results"] |= bench.results()
+        self.save()
+
+    def measure_growth(self, rounds: int, numbers: tuple[int, ...] = (12, 70, 300, 1000)) -> None:
+        """One lane at later and later tasks: Q-tuning's step, and ProgPrompt's until it no longer fits.
+
+        Q-tuning evicts at all of them, so retention is on. The queue's values are random, because
+        a step's cost does not depend on them.
+        """
+        bench, found = Bench(self.device), []
+        self.backbone.max_length = 12_000  # T5 counts distances, not positions
+        for number in numbers:
+            for method in ("q-tuning", "prog-prompt"):
+                entry: dict[str, object] = {"method": method, "task": number}
+                found.append(entry)
+                name = f"{method} at {number}"
+                try:
+                    before = live_bytes(self.device)
+                    lane = Ours(self.backbone, self.task, 1, True, number, method)
+                    entry["prompt_rows"] = lane.pack.stacks[0].rows
+                    step = in_mode(self.backbone, "captured", lane.step)
+                    bench.add(name, step, 5 if self.on_card else 1)
+                    entry |= {"name": name, "peak_gib": bench.memory.get(name, 0) - before / 2**30}
+                except torch.OutOfMemoryError:
+                    entry["fits"] = False
+        bench.measure(rounds)
+        results = bench.results()
+        for entry in found:
+            if name := entry.pop("name", None):
+                entry["step_ms"] = results[name]["ms"]
+        self.backbone.max_length = PADDED
+        self.record["growth"] = found
+        self.save()
 
 
-def compiled(backbone, task, packs, rounds, peft, texts, targets) -> dict[str, dict[str, float]]:
-    """Captured as CUDA graphs, and compiled as well; PEFT with compiled layers beside it."""
-    bench = Bench("cuda")
-    with mode(backbone, "captured"):
-        for lanes in (1, *packs[:2]):
-            add_pack(bench, backbone, task, lanes, "captured")
-    largest = 1
-    with mode(backbone, "compiled"):
-        for lanes in (1, *packs):
-            largest = lanes if add_pack(bench, backbone, task, lanes, "compiled") else largest
-        checked = Ours(backbone, task, min(4, largest))
-        rows = checked.lanes * len(checked.fits[0].lane.validation)
-        bench.add("ours row, compiled", in_mode(backbone, "compiled", checked.validate), 1, rows)
-        kept = Ours(backbone, task, min(16, largest), retention=True)
-        name = f"ours packed {kept.lanes} with retention, compiled"
-        bench.add(name, in_mode(backbone, "compiled", kept.step), 3, kept.lanes)
-    for layer in repeated_layers(peft.model):
-        layer.compile()
-    try:
-        bench.add("peft step, compiled", lambda: peft.step(texts[:BATCH], targets[:BATCH]), 5)
-    except Exception as error:
-        print(f"  PEFT does not compile: {error!r}"[:300], flush=True)
-    bench.measure(rounds)
-    return bench.results()
+def live_bytes(device: str) -> int:
+    """Bytes of tensors on the card, after tidying up."""
+    gc.collect()
+    if device != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 @contextmanager
@@ -306,58 +365,18 @@ def in_mode(backbone, name: str, step: Callable[[], object]) -> Callable[[], Non
     return run
 
 
-def add_pack(bench: Bench, backbone, task: Task, lanes: int, way: str) -> bool:
-    """A pack as a candidate; whether it fits the card."""
-    name = "ours alone" if lanes == 1 else f"ours packed {lanes}"
-    try:
-        step = in_mode(backbone, way, Ours(backbone, task, lanes).step)
-        bench.add(f"{name}, {way}", step, 10 if lanes == 1 else 3, lanes)
-    except torch.OutOfMemoryError:
-        print(f"  {lanes} lanes do not fit", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        return False
-    return True
-
-
-def growth(backbone, task: Task, rounds: int) -> list[dict[str, object]]:
-    """One lane's step and memory at tasks 12, 70, 300 and 1,000: Q-tuning's, and ProgPrompt's until it no longer fits.
-
-    Q-tuning evicts at all of them, so retention is on. Steps are captured; the queue's values are
-    random, because a step's cost does not depend on them.
-    """
-    bench = Bench("cuda")
-    found = []
-    for number in (12, 70, 300, 1000):
-        for method in ("q-tuning", "prog-prompt"):
-            gc.collect()
-            torch.cuda.empty_cache()
-            before = torch.cuda.memory_allocated()
-            entry: dict[str, object] = {"method": method, "task": number}
-            try:
-                lane = Ours(backbone, task, 1, retention=True, number=number, method=method)
-                entry["prompt_rows"] = lane.pack.stacks[0].rows
-                name = f"{method} at {number}"
-                bench.add(name, in_mode(backbone, "captured", lane.step), 5)
-                entry |= {"name": name, "peak_gib": bench.memory[name] - before / 2**30}
-            except torch.OutOfMemoryError:
-                entry["fits"] = False
-            found.append(entry)
-            del lane
-    bench.measure(rounds)
-    results = bench.results()
-    for entry in found:
-        if name := entry.pop("name", None):
-            entry["step_ms"] = results[name]["ms"]
-    return found
-
-
-def epoch_ms(record: dict, step: str, row: str) -> float:
-    """One epoch of one run: its training steps and all its validation rows."""
+def epochs(record: dict) -> dict[str, float]:
+    """Milliseconds of one epoch of one run: its training steps and the protocol's validation rows."""
     results = record["results"]
     steps = -(-record["train_rows"] // record["batch_size"])
     rows = len(LABELS) * VALIDATION
-    return steps * results[step]["ms"] + rows * results[row]["ms"]
+    own_row = "ours row, compiled" if "ours row, compiled" in results else "ours row, eager"
+    found = {"reference": ("reference step", "reference row")}
+    found |= {n: (n, own_row) for n in results if n.startswith("ours ") and " row," not in n}
+    return {
+        name: steps * results[step]["ms"] + rows * results[row]["ms"]
+        for name, (step, row) in found.items()
+    }
 
 
 def environment(device: str) -> dict[str, str]:
@@ -381,39 +400,46 @@ def main() -> None:
     parser.add_argument("--geometry", default="t5-large")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default=None)
-    parser.add_argument("--packs", type=int, nargs="*", default=None)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--captured", type=int, nargs="*", default=None, help="packs of so many lanes"
+    )
+    parser.add_argument("--compiled", type=int, nargs="*", default=None, help="the same, compiled")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args()
     on_card = given.device == "cuda"
-    packs = given.packs if given.packs is not None else ([8, 16, 48] if on_card else [])
-    dtype = given.dtype or ("bf16" if on_card else "fp32")
-    record = run(given.geometry, given.device, packs, given.rounds, dtype)
-    results = record["results"]
-    if "reference step" in results:
-        ways = [
-            name.removeprefix("ours ")
-            for name in results
-            if name.startswith("ours ") and "row" not in name
-        ]
-        row = "ours row, compiled" if on_card else "ours row, eager"
-        record["epoch_ms"] = {"reference": epoch_ms(record, "reference step", "reference row")} | {
-            way: epoch_ms(record, f"ours {way}", row) for way in ways
-        }
-    command = f"python perf/speed.py --geometry {given.geometry} --device {given.device}"
-    record = {
-        "command": f"{command} --packs {' '.join(map(str, packs))} --rounds {given.rounds}",
+    if not on_card:
+        torch.set_num_threads(2)
+    captured = given.captured if given.captured is not None else ([1, 8, 16, 48] if on_card else [])
+    compiled = given.compiled if given.compiled is not None else ([1, 16, 48] if on_card else [])
+    head = {
+        "command": " ".join(["python", "perf/speed.py", *sys.argv[1:]]).replace(str(given.output), "perf/results"),
         "date": date.today().isoformat(),
         "versions": environment(given.device),
         "setting": {"reference padded to": PADDED, "reference generates": TARGET_LENGTH - 1},
-        **record,
-    }
+    }  # fmt: skip
     given.output.mkdir(parents=True, exist_ok=True)
-    kind = "gpu" if on_card else "cpu"
-    path = given.output / f"speed-{given.geometry}-{kind}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    for name, value in results.items():
-        print(f"{name:45} {value['ms']:10.3f} ms   {value.get('peak_gib', 0):6.1f} GiB")
+    path = given.output / f"speed-{given.geometry}-{'gpu' if on_card else 'cpu'}.json"
+    dtype = given.dtype or ("bf16" if on_card else "fp32")
+    study = Study(given.geometry, given.device, dtype, path, head)
+    study.add_peers()
+    study.add_ours(1, "eager")
+    for lanes in captured:
+        study.add_ours(lanes, "captured")
+    if on_card:
+        study.add_ours(16, "captured", retention=True)
+    for lanes in compiled:
+        study.add_ours(lanes, "compiled")
+    study.add_rows(4 if on_card else 1, "compiled" if compiled else "eager")
+    study.measure(given.rounds)
+    for name, value in study.record["results"].items():
+        print(f"{name:45} {value['ms']:10.3f} ms   {value.get('peak_gib', 0):6.1f} GiB", flush=True)
+    if on_card and given.geometry in GEOMETRY:
+        study.measure_growth(given.rounds)
+        print(study.record["growth"], flush=True)
+    study.measure_trainer()
+    if compiled:
+        study.measure_peft_compiled(given.rounds)
 
 
 if __name__ == "__main__":
