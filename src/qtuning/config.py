@@ -101,11 +101,11 @@ class TrainSettings:
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "encoder": {},
-    "causal": {"prompt_lr": 5e-2, "shared_lr": 5e-2, "scale_lr": 1e-2, "batch_size": 8},
+    "causal": {"batch_size": 8},
     "seq2seq": {"prompt_lr": 0.3, "shared_lr": 0.3, "scale_lr": 1e-2, "batch_size": 8},
 }
-"""Learning rates follow the size of a family's embeddings. Encoder: chosen on held-out rows of the starter
-tasks' training part; causal: from a prototype on other data; seq2seq: the paper's."""
+"""Learning rates follow the size of a family's embeddings. Encoder and causal: chosen on rows held out from the
+starter tasks' training and validation parts; seq2seq: the paper's."""
 
 
 def make_settings(family: str = "encoder", **flat: Any) -> tuple[MethodSettings, TrainSettings]:

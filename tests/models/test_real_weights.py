@@ -26,9 +26,7 @@ def _needs_weights(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("model", ["minilm", "bge-small", "smollm2-135m"])
 def test_three_starter_tasks_above_the_majority_class(model: str) -> None:
-    tuner = QTuner(
-        model, prompt_length=5, shared_length=5, queue_size=2, epochs=8, validate_every=2
-    )
+    tuner = QTuner(model, prompt_length=5, shared_length=5, queue_size=2, validate_every=3)
     for name in TASKS:
         task = load_task(name)
         facts = tuner.learn(task, progress=False)
