@@ -7,6 +7,8 @@ import torch
 
 from qtuning import QTuner, wrap_model
 from qtuning.backbones import weights_sha256
+from qtuning.config import make_settings
+from qtuning.lanes import lanes_that_fit
 from tests.conftest import SMALL, make_model, make_task, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
 
@@ -47,3 +49,34 @@ def test_packed_equals_alone_on_the_card(kind: str) -> None:
     for together, single in zip(packed, alone, strict=True):
         for a, b in zip(leaves(together), leaves(single), strict=True):
             assert (a - b).abs().max() < 1e-8  # kernels differ by shape on a card
+
+
+@pytest.mark.parametrize("way", ["captured", "compiled"])
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "bart"])
+def test_captured_and_compiled_equal_eager(kind: str, way: str) -> None:
+    """float64: 1e-8 after ten steps, most of them replays; bfloat16 is compared by its loss below."""
+    backbone = on_card(kind, torch.float64)
+    eager, fast = make_lanes(backbone), make_lanes(backbone)
+    train_steps(backbone, eager, 10)
+    backbone.is_captured, backbone.is_compiled = True, way == "compiled"
+    train_steps(backbone, fast, 10)
+    for a, b in zip(eager, fast, strict=True):
+        for x, y in zip(leaves(a), leaves(b), strict=True):
+            assert (x - y).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama", "t5"])
+def test_losses_in_bfloat16_agree_to_two_digits(kind: str) -> None:
+    backbone = on_card(kind, torch.bfloat16)
+    eager = train_steps(backbone, make_lanes(backbone), 5)
+    backbone.is_captured = backbone.is_compiled = True
+    fast = train_steps(backbone, make_lanes(backbone), 5)
+    for a, b in zip(eager, fast, strict=True):
+        assert a == pytest.approx(b, rel=2e-2, abs=2e-2)
+
+
+def test_lanes_are_chosen_from_free_memory() -> None:
+    backbone = on_card("bert", torch.float32)
+    lanes = make_lanes(backbone)
+    settings = make_settings(**SMALL)[1]
+    assert lanes_that_fit(backbone, lanes, settings) == len(lanes)  # tiny ones all fit

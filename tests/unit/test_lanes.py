@@ -10,7 +10,7 @@ import torch
 
 from qtuning.config import make_settings
 from qtuning.errors import TrainingError
-from qtuning.lanes import Fit, Progress, fit_lanes
+from qtuning.lanes import Fit, Progress, compiling_pays, fit_lanes
 from qtuning.methods import make_method
 from qtuning.pack import Pack
 from qtuning.stack import GROUPS
@@ -273,3 +273,53 @@ def test_one_lane_that_does_not_fit_says_what_to_lower(bert, monkeypatch) -> Non
         TrainingError, match=r"too little memory for a single lane.*Lower batch_size"
     ):
         fit_lanes(bert, [one_lane(bert)], make_settings(**SMALL)[1])
+
+
+def test_a_model_that_cannot_be_compiled_goes_on_without(exact_backbone, monkeypatch) -> None:
+    settings = make_settings(**{**SMALL, "epochs": 2})[1]
+    packed, plain = make_lanes(exact_backbone), make_lanes(exact_backbone)
+    expected = fit_lanes(exact_backbone, plain, settings)
+    original = Pack.compute
+
+    def refuse(pack, inputs, widths):
+        if pack.backbone.is_compiled:
+            raise RuntimeError("no compiler found\nand a long trace")
+        return original(pack, inputs, widths)
+
+    monkeypatch.setattr(Pack, "compute", refuse)
+    exact_backbone.compile = "on"
+    with pytest.warns(
+        UserWarning, match=r"cannot be compiled here \(RuntimeError: no compiler found\)"
+    ):
+        found = fit_lanes(exact_backbone, packed, settings)
+    assert found == expected
+    assert not exact_backbone.is_compiled
+
+
+def test_an_error_that_has_nothing_to_do_with_compiling_is_not_hidden(bert, monkeypatch) -> None:
+    monkeypatch.setattr(Pack, "compute", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fit_lanes(bert, [one_lane(bert)], make_settings(**SMALL)[1])
+
+
+def test_compiling_is_for_long_work_on_a_card(bert) -> None:
+    assert compiling_pays(steps_ahead=10_000, step_seconds=0.1)
+    assert not compiling_pays(steps_ahead=100, step_seconds=0.1)
+    fit_lanes(bert, [one_lane(bert)], make_settings(**SMALL)[1])
+    assert not bert.is_compiled  # nor captured: this is a CPU
+    assert not bert.is_captured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "bart"])
+def test_compiled_equals_eager(kind: str) -> None:
+    """float64, five steps: 1e-9, Llama 1e-6 (its norm rounds to float32); the model ends as it was."""
+    backbone = make_backbone(kind, dtype=torch.float64)
+    eager, compiled = make_lanes(backbone), make_lanes(backbone)
+    train_steps(backbone, eager, 5)
+    backbone.is_compiled = True
+    train_steps(backbone, compiled, 5)
+    for a, b in zip(eager, compiled, strict=True):
+        for x, y in zip(leaves(a), leaves(b), strict=True):
+            assert (x - y).abs().max() < (1e-6 if kind == "llama" else 1e-9)
+    assert all(layer._compiled_call_impl is None for layer in backbone.model.modules())

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from qtuning.tasks import Text
 
 MASKED = -3e4
 """Added to the score of a position that must not be seen; its exponential is 0 in every number type."""
+REMEMBERED_TEXTS = 32_768
+"""Texts whose tokens are kept."""
 MIN_TEXT_TOKENS = 4
 """Fewer tokens than this left for the text, special ones included, is refused."""
 
@@ -151,6 +154,8 @@ class Backbone:
         self.model.requires_grad_(False)
         self.model.eval()  # no dropout, or lanes of a pack would depend on each other (A34)
         self.embedding = self.model.get_input_embeddings()
+        # seeds share texts, and test rows are read again after every task
+        self._remembered = lru_cache(maxsize=REMEMBERED_TEXTS)(self._tokens_of)
         self.embed_dim = int(self.embed(torch.zeros(1, dtype=torch.long)).shape[-1])
         if self.tokenizer.pad_token_id is None:
             self.pad_id = 0  # masked everywhere; any id will do
@@ -222,7 +227,7 @@ class Backbone:
     ) -> list[Tokens]:
         """Tokens of each text, cut so that prompt, text and answer fit the model's positions."""
         room = self.room_for_text(prompt_rows, answer_tokens)
-        return [self._tokens_of(text, room) for text in texts]
+        return [self._remembered(text, room) for text in texts]
 
     def room_for_text(self, prompt_rows: int, answer_tokens: int = 0) -> int:
         """Positions left for the text; refused when there are next to none."""
