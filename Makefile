@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test check format models test-models test-slow test-gpu growth wheel-test clean
+.PHONY: setup demo test check format models test-models test-slow test-gpu growth speed-cpu speed-gpu wheel-test clean
 
 setup: $(VENV)/.ready            ## a virtual environment in the clone, with everything tests and demo need
 
@@ -45,6 +45,18 @@ test-gpu: setup                  ## what needs a CUDA card
 
 growth: setup                    ## cost per task as the stream grows: perf/results/growth.json and .png
 	$(BIN)/python perf/growth.py
+
+speed-cpu: setup                 ## ours against the peers on two threads: perf/results/speed-t5-small-cpu.json
+	$(PIP) peft
+	$(BIN)/python perf/speed.py --geometry t5-small --device cpu
+	$(BIN)/python perf/summary.py
+
+speed-gpu: setup                 ## the same on a CUDA card, T5-large geometry and SmolLM2; about five minutes
+	$(PIP) peft
+	$(BIN)/python perf/speed.py --geometry t5-large --captured 1 8 16 --compiled 1 16 48
+	$(BIN)/python perf/speed.py --geometry smollm2-135m --captured 1 16 48 --compiled
+	$(BIN)/python perf/attention.py
+	$(BIN)/python perf/summary.py
 
 wheel-test: setup                ## the built wheel in an empty environment runs the demo
 	rm -rf dist build/wheel-env && $(BIN)/python -m build --wheel --outdir dist

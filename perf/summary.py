@@ -1,0 +1,133 @@
+"""The figures of perf/results in one file: perf/results/summary.json, each with the file it came from.
+
+A figure whose measurement has not been made is null, with the command that makes it.
+
+Run: python perf/summary.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+COMMANDS = {
+    "speed-t5-large-gpu.json": "make speed-gpu",
+    "speed-smollm2-135m-gpu.json": "make speed-gpu",
+    "speed-t5-small-cpu.json": "make speed-cpu",
+}
+
+
+def milliseconds(record: dict[str, Any], name: str) -> float:
+    """A candidate's median."""
+    return float(record["results"][name]["ms"])
+
+
+def fastest(record: dict[str, Any], begins: str, *, without: str = " row") -> float:
+    """The best of the candidates whose name begins so."""
+    found = [
+        v["ms"] for k, v in record["results"].items() if k.startswith(begins) and without not in k
+    ]
+    return float(min(found))
+
+
+def best_peft(record: dict[str, Any]) -> float:
+    """PEFT's best eager variant."""
+    return min(milliseconds(record, f"peft step, {way}") for way in ("eager", "sdpa"))
+
+
+def growth_ratio(record: dict[str, Any]) -> float:
+    """Q-tuning's step at task 1,000 over that at task 12."""
+    steps = {e["task"]: e["step_ms"] for e in record["growth"] if e["method"] == "q-tuning"}
+    return float(steps[1000] / steps[12])
+
+
+FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+    "train_single_x": (
+        "speed-t5-large-gpu.json",
+        lambda r: milliseconds(r, "reference step") / milliseconds(r, "ours alone, compiled"),
+    ),
+    "train_packed_x": (
+        "speed-t5-large-gpu.json",
+        lambda r: (
+            milliseconds(r, "reference step") / fastest(r, "ours packed", without="retention")
+        ),
+    ),
+    "packed_matrix_share": (
+        "speed-t5-large-gpu.json",
+        lambda r: (
+            1000
+            * r["ideal_step_tflop"]
+            / fastest(r, "ours packed", without="retention")
+            / r["matrix_tflops"]
+        ),
+    ),
+    "eval_x": (
+        "speed-t5-large-gpu.json",
+        lambda r: milliseconds(r, "reference row") / milliseconds(r, "ours row, compiled"),
+    ),
+    "epoch_x": (
+        "speed-t5-large-gpu.json",
+        lambda r: (
+            r["epoch_ms"]["reference"]
+            / min(
+                v
+                for k, v in r["epoch_ms"].items()
+                if k.startswith("ours packed") and "retention" not in k
+            )
+        ),
+    ),
+    "peft_single_x": (
+        "speed-t5-large-gpu.json",
+        lambda r: best_peft(r) / milliseconds(r, "ours alone, compiled"),
+    ),
+    "peft_packed_x": (
+        "speed-t5-large-gpu.json",
+        lambda r: best_peft(r) / fastest(r, "ours packed", without="retention"),
+    ),
+    "smollm2_packed_x": (
+        "speed-smollm2-135m-gpu.json",
+        lambda r: (
+            milliseconds(r, "ours alone, eager") / fastest(r, "ours packed", without="retention")
+        ),
+    ),
+    "cpu_train_x": (
+        "speed-t5-small-cpu.json",
+        lambda r: milliseconds(r, "reference step") / milliseconds(r, "ours alone, eager"),
+    ),
+    "cpu_eval_x": (
+        "speed-t5-small-cpu.json",
+        lambda r: milliseconds(r, "reference row") / milliseconds(r, "ours row, eager"),
+    ),
+    "cpu_peft_x": (
+        "speed-t5-small-cpu.json",
+        lambda r: best_peft(r) / milliseconds(r, "ours alone, eager"),
+    ),
+    "growth_time_1000_over_12": ("speed-t5-large-gpu.json", growth_ratio),
+}
+
+
+def summarise(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Every figure, from the files that are there."""
+    summary: dict[str, dict[str, Any]] = {}
+    for name, (file, compute) in FIGURES.items():
+        path = folder / file
+        if path.exists():
+            summary[name] = {"value": round(compute(json.loads(path.read_text())), 3), "file": file}
+        else:
+            summary[name] = {"value": None, "file": file, "to_measure": COMMANDS[file]}
+    return summary
+
+
+def main() -> None:
+    """Write the summary."""
+    found = summarise()
+    (RESULTS / "summary.json").write_text(json.dumps(found, indent=1) + "\n")
+    for name, figure in found.items():
+        print(f"{name:28} {figure['value']}")
+
+
+if __name__ == "__main__":
+    main()
