@@ -14,8 +14,8 @@ from torch import Tensor
 
 PADDED = 512
 """Positions that ProgressivePrompts pads every input to."""
-TARGET_LENGTH = 5
-"""Tokens that it generates for a validation row at most, the start token included."""
+TARGET_LENGTH = 2
+"""Tokens of an answer, the start token included: its setting for AG News, whose labels these are."""
 
 
 class ProgressiveLoop:
@@ -49,7 +49,7 @@ class ProgressiveLoop:
         embeds, mask = self._inputs(texts)
         labels = torch.full((len(texts), TARGET_LENGTH), -100)
         for i, target in enumerate(targets):
-            labels[i, : len(target)] = torch.tensor(target)
+            labels[i, : min(len(target), TARGET_LENGTH)] = torch.tensor(target)[:TARGET_LENGTH]
         encoded = self.model.get_encoder()(inputs_embeds=embeds, attention_mask=mask)
         loss = self.model(
             encoder_outputs=encoded, attention_mask=mask, labels=labels.to(embeds.device)
@@ -57,7 +57,6 @@ class ProgressiveLoop:
         loss.backward()
         self.optimiser.step()
         self.optimiser.zero_grad()
-        loss.item()  # it logs every loss
 
     def validate(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """Generated answers."""
@@ -84,7 +83,12 @@ class PeftLoop:
             num_transformer_submodules=1,
         )
         self.model = get_peft_model(copy.deepcopy(model).to(dtype), config)
-        self.model.eval()  # no dropout, as in ours
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = (
+                    0.0  # as in ours, and also under the Trainer, which switches to training mode
+                )
+        self.model.eval()
         self.is_causal = is_causal
         trained = [p for p in self.model.parameters() if p.requires_grad]
         device = trained[0].device

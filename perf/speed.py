@@ -144,14 +144,15 @@ class Bench:
         warm_up: int = 3,
     ) -> None:
         """`units` of work (lanes, rows) are done by one call; calls that warm up are not counted."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), 0
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         for _ in range(warm_up if self.device == "cuda" else 1):
             step()
         self.wait()
         if self.device == "cuda":
-            self.memory[name] = torch.cuda.max_memory_allocated() / 2**30
+            self.memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
         print(f"  ready: {name}, {time.perf_counter() - began:.1f} s", flush=True)
         self.steps[name], self.times[name] = (step, repeats, units), []
 
@@ -317,12 +318,12 @@ class Study:
                 found.append(entry)
                 name = f"{method} at {number}"
                 try:
-                    before = live_bytes(self.device)
+                    tidy(self.device)
                     lane = Ours(self.backbone, self.task, 1, True, number, method)
                     entry["prompt_rows"] = lane.pack.stacks[0].rows
                     step = in_mode(self.backbone, "captured", lane.step)
                     bench.add(name, step, 5 if self.on_card else 1)
-                    entry |= {"name": name, "peak_gib": bench.memory.get(name, 0) - before / 2**30}
+                    entry |= {"name": name, "peak_gib": bench.memory.get(name, 0)}
                 except torch.OutOfMemoryError:
                     entry["fits"] = False
         bench.measure(rounds)
@@ -335,13 +336,11 @@ class Study:
         self.save()
 
 
-def live_bytes(device: str) -> int:
-    """Bytes of tensors on the card, after tidying up."""
+def tidy(device: str) -> None:
+    """Give back what is not used."""
     gc.collect()
-    if device != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class StepGraphs:
         """Begin anew, because the layers have changed."""
         self._seen.clear()
         self._captured.clear()
+        self._pool = None  # a pool whose graphs are gone cannot be captured into again
 
     def _capture(self, inputs: Sequence[Batches], widths: Widths) -> _Captured:
         """Record a step; nothing is computed yet."""

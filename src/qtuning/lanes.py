@@ -43,15 +43,16 @@ FitState = tuple[dict[str, Tensor], dict[str, Any]]
 Report = Callable[[Progress], None]
 Checkpoint = Callable[[list[FitState]], None]
 
-WARM_UP_STEPS, TIMED_STEPS = 8, 4
+TIMED_STEPS = 10
+"""Steps whose fastest is taken for a replay; the first of every width are slower."""
 COMPILE_SECONDS = 60.0
-"""What compiling a model for a few shapes costs, on the slow side (T5-large: see docs/performance.md)."""
+"""What compiling a model for a few shapes costs, on the slow side."""
 SHARE_SAVED = 0.3
-"""Of a captured step, what compiling saves (T5-large in packs of 16: see docs/performance.md)."""
-SHARE_OF_FREE_MEMORY = 0.8
-"""For a pack; the rest is for validation and for what the allocator cannot use."""
+"""Of a captured step, what compiling is expected to save."""
+SHARE_OF_FREE_MEMORY = 0.4
+"""For one step of a pack: a captured step keeps its memory while another width is run for the first time."""
 
-RESUMED = ("epoch", "step", "pending", "losses", "best", "best_epoch", "latest", "stale", "is_running",
+RESUMED = ("epoch", "step", "pending", "losses", "best", "best_epoch", "latest", "stale", "has_begun",
            "is_done", "at_once")  # fmt: skip
 """The plain values of a lane's training."""
 
@@ -73,7 +74,7 @@ class Fit:
     best_epoch: int = 0
     latest: float | None = None
     stale: int = 0
-    is_running: bool = False
+    has_begun: bool = False
     is_done: bool = False
     saved: dict[str, Tensor] | None = None
     """Its numbers while it is in no pack."""
@@ -186,20 +187,19 @@ class _Engine:
         planned = self.fits[0].at_once if self.fits else 0  # the plan of a resumed pack is kept
         self.at_once = planned or backbone.at_once or lanes_that_fit(backbone, lanes, settings)
         self.running: list[Fit] = []
-        self._steps = 0
-        self._clock = 0.0
+        self._times: list[float] = []
         self._pack([])
 
     def _pack(self, kept: Sequence[Fit]) -> None:
         """These lanes, and waiting ones in the free places; those that had begun before go first."""
         waiting = [fit for fit in self.fits if not fit.is_done and fit not in kept]
-        waiting.sort(key=lambda fit: not fit.is_running)
+        waiting.sort(key=lambda fit: not fit.has_begun)
         self.running = [*kept, *waiting[: self.at_once - len(kept)]]
         if not self.running:
             return
         self.pack = Pack(self.backbone, [fit.lane for fit in self.running], self.settings)
         for i, fit in enumerate(self.running):
-            fit.is_running = True
+            fit.has_begun = True
             if fit.saved:
                 self.pack.restore(i, fit.saved)
                 fit.saved = None
@@ -212,17 +212,18 @@ class _Engine:
     def step(self) -> list[Fit]:
         """One step of every running lane; those that ended an epoch."""
         batches = [fit.next_batch() for fit in self.running]
-        while True:
-            try:
-                self._decide_to_compile()
-                self.pack.step(batches, [fit.step for fit in self.running])
-                break
-            except torch.OutOfMemoryError:
+        self._decide_to_compile()
+        while (failure := self._try(batches)) is not None:
+            is_memory = failure.startswith("OutOfMemoryError")
+            if is_memory and len(self.running) > 1:
                 batches = self._with_fewer_lanes(batches)
-            except Exception as error:
-                if not (self.backbone.is_compiled or self.backbone.is_captured):
-                    raise
-                self._slower(error)
+            elif self.backbone.is_compiled or self.backbone.is_captured:
+                self._slower(failure)
+            else:
+                raise TrainingError(
+                    f"the card has too little memory for a single lane with {self.settings.batch_size} "
+                    f"examples a step. Lower batch_size, queue_size or max_length, or use dtype bf16."
+                )
         ended = [fit for fit in self.running if not fit.pending]
         if ended:
             self._collect_losses()
@@ -230,27 +231,45 @@ class _Engine:
             fit.epoch += 1
         return ended
 
+    def _try(self, batches: list[list[int]]) -> str | None:
+        """One step; or why it failed, in a line, so that nothing of it stays in memory."""
+        try:
+            is_timed = self._is_deciding
+            began = self._now() if is_timed else 0.0
+            self.pack.step(batches, [fit.step for fit in self.running])
+            if is_timed:
+                self._times.append(self._now() - began)
+        except Exception as error:
+            fast = self.backbone.is_compiled or self.backbone.is_captured
+            if not fast and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = (str(error).strip() or "no reason given").splitlines()[0][:200]
+            return f"{type(error).__name__}: {reason}"
+        return None
+
+    @property
+    def _is_deciding(self) -> bool:
+        backbone = self.backbone
+        return backbone.compile == "auto" and backbone.is_captured and not backbone.is_compiled
+
+    def _now(self) -> float:
+        torch.cuda.synchronize(self.backbone.device)
+        return time.perf_counter()
+
     def _decide_to_compile(self) -> None:
         """With `auto`, time a few captured steps and compile if the steps ahead would repay it."""
         backbone = self.backbone
         if backbone.is_compiled or backbone.compile == "off":
             return
         backbone.is_captured = backbone.device.type == "cuda"
-        if backbone.compile == "on":
-            backbone.is_compiled = True
-        if not backbone.is_captured or backbone.compile == "on":
-            return
-        if self._steps in (WARM_UP_STEPS, WARM_UP_STEPS + TIMED_STEPS):
-            torch.cuda.synchronize(backbone.device)
-            before, self._clock = self._clock, time.perf_counter()
-            if self._steps > WARM_UP_STEPS:
-                ahead = max(fit.steps_ahead for fit in self.running) * self.tasks_ahead
-                backbone.is_compiled = compiling_pays(ahead, (self._clock - before) / TIMED_STEPS)
-                if backbone.is_compiled:
-                    self.pack.graphs.forget()
-        self._steps += 1
+        backbone.is_compiled = backbone.compile == "on"
+        if self._is_deciding and len(self._times) == TIMED_STEPS:
+            ahead = max(fit.steps_ahead for fit in self.running) * self.tasks_ahead
+            if compiling_pays(ahead, min(self._times)):
+                backbone.is_compiled = True
+                self.pack.graphs.forget()
 
-    def _slower(self, error: Exception) -> None:
+    def _slower(self, failure: str) -> None:
         """Go on without what failed. The step changed nothing: tensors are moved last."""
         backbone = self.backbone
         what = "compiled" if backbone.is_compiled else "captured as a CUDA graph"
@@ -260,19 +279,12 @@ class _Engine:
             backbone.is_captured = False
         backbone.compile = "off"
         self.pack.graphs.forget()
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         warnings.warn(
-            f"{backbone.name!r} cannot be {what} here ({type(error).__name__}: {reason}): going on without.",
-            stacklevel=2,
+            f"{backbone.name!r} cannot be {what} here ({failure}): going on without.", stacklevel=2
         )
 
     def _with_fewer_lanes(self, batches: list[list[int]]) -> list[list[int]]:
-        """Half of the lanes, with their batches; the rest takes its batch back and waits. Nothing was updated."""
-        if len(self.running) < 2:
-            raise TrainingError(
-                f"the card has too little memory for a single lane with {self.settings.batch_size} examples "
-                f"a step. Lower batch_size, queue_size or max_length, or use dtype bf16."
-            ) from None
+        """Half of the lanes, with their batches; the rest takes its batch back and waits. Nothing was changed."""
         if self.pack.losses:
             self._collect_losses()
         self._unpack()

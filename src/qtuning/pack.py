@@ -82,13 +82,20 @@ class Pack:
         self, batches: Sequence[Sequence[int]], counts: Sequence[int]
     ) -> tuple[list[Batches], Widths]:
         """The step's examples as tensors, and the positions of its longest sequences."""
-        device, size = self.backbone.device, self.settings.batch_size
+        device = self.backbone.device
+        if self.backbone.is_captured or self.backbone.is_compiled:  # a fixed shape
+            size = min(self.settings.batch_size, max(len(lane.train) for lane in self.lanes))
+        else:
+            size = max(len(batch) for batch in batches)
         inputs, width, narrow = [], 0, 0
         for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
             example = np.tile(np.array(stack.starts)[:, None], (1, size))
             is_live = np.zeros(example.shape, dtype=bool)
             for k, i in enumerate(own):
                 example[k, : len(batches[i])] += np.array(batches[i], dtype=np.int64)
+                example[k, len(batches[i]) :] = example[
+                    k, 0
+                ]  # fills the batch, and counts for nothing
                 is_live[k, : len(batches[i])] = True
             width = max(width, int(self.lengths[table + example].max()))
             if stack.teacher is not None:
@@ -114,13 +121,17 @@ class Pack:
         gradients = torch.autograd.grad(
             losses.sum(), [stack.trained[name] for stack, name in trained], allow_unused=True
         )
+        changes: list[tuple[Tensor, Tensor]] = []
         for stack, batch in zip(self.stacks, inputs, strict=True):
             own = {
                 name: gradient if gradient is not None else torch.zeros_like(stack.trained[name])
                 for (of, name), gradient in zip(trained, gradients, strict=True)
                 if of is stack
             }
-            stack.update(own, batch.count)
+            changes += stack.moved(own, batch.count)
+        with torch.no_grad():
+            for tensor, value in changes:
+                tensor.copy_(value)
         return losses.detach()
 
     def forward(self, inputs: Sequence[Batches], widths: Widths) -> Tensor:
@@ -162,7 +173,7 @@ class Pack:
             asked = [i for i in due for _ in self.lanes[i].validation]
             answers = [lane.answers for lane in self.lanes]
             slots = [self.slots(i) for i in range(len(self.lanes))]
-            self._quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers)
+            self._quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers, compiled=True)
         with torch.no_grad():
             bank = torch.cat([stack.bank() for stack in self.stacks])
         found = self._quizzes[key].log_probs(bank, self._heads())

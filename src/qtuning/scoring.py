@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ CPU_TOKENS = 4096
 CARD_TOKENS = 65536
 """… on a card large enough to fill it, …"""
 CARD_BYTES_PER_NUMBER = 64
-"""… and small enough for what is free: so many bytes per position and unit of width, seen with T5-large."""
+"""… and small enough for a quarter of its memory: bytes per position and unit of width, on the safe side."""
 
 MOST_LOGITS = 2**27
 """Numbers of a vocabulary's logits that exist at the same time."""
@@ -66,9 +67,14 @@ class Quiz:
         asked: Sequence[int],
         slots: Sequence[Sequence[int]],
         answers: Sequence[AnswerSet],
+        compiled: bool = False,
     ):
-        """`asked` says, for each text, which of the tasks with these slots and answers it is for."""
-        self.backbone = backbone
+        """`asked` says, for each text, which of the tasks with these slots and answers it is for.
+
+        With `compiled`, compiled layers are used where the backbone has them. Finished tasks are scored
+        without, so that their scores are the same bytes before and after compiling.
+        """
+        self.backbone, self.may_compile = backbone, compiled
         self.labels = torch.tensor(
             [len(each.sequences) for each in answers], device=backbone.device
         )
@@ -98,7 +104,7 @@ class Quiz:
         found = torch.full((self.size, widest), -torch.inf, dtype=self.backbone.lane_dtype)
         found = found.to(bank.device)
         for batch in self.batches:
-            with self.backbone.layers(is_training=False):
+            with self.backbone.layers(is_training=False) if self.may_compile else nullcontext():
                 hidden = self.backbone.hidden(batch.reading, bank)
             if heads is not None:
                 own = Head(heads.weight[batch.task], heads.bias[batch.task])
@@ -237,8 +243,9 @@ def batches_by_length(
     """
     budget = CPU_TOKENS
     if backbone.device.type == "cuda":
-        free = torch.cuda.mem_get_info(backbone.device)[0]
-        budget = min(CARD_TOKENS, free // (CARD_BYTES_PER_NUMBER * backbone.hidden_dim))
+        # of all its memory, not of what is free now: equal calls must make equal batches
+        whole = torch.cuda.get_device_properties(backbone.device).total_memory
+        budget = min(CARD_TOKENS, whole // 4 // (CARD_BYTES_PER_NUMBER * backbone.hidden_dim))
     batches: list[list[int]] = []
     full = 0
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

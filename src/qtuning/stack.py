@@ -211,17 +211,19 @@ class LaneStack:
         )
 
     @torch.no_grad()
-    def update(self, gradients: Mapping[str, Tensor], count: Tensor) -> None:
-        """Clip each lane's gradient by its norm, then one step of Adam for every lane.
+    def moved(self, gradients: Mapping[str, Tensor], count: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Clip each lane's gradient by its norm, then one step of Adam for every lane: tensors and their new values.
 
-        The formula of `torch.optim.Adam`, with a step count of its own for each lane (`count` [lanes]),
-        because lanes may have begun at different times.
+        Nothing is changed yet, so that a step that fails leaves everything as it was. The formula is that of
+        `torch.optim.Adam`, with a step count of its own for each lane (`count` [lanes]), because lanes may
+        have begun at different times; a lane with count 0 stands still.
         """
         clip = self.settings.clip
         clipped = [g for name, g in gradients.items() if not name.startswith(UNCLIPPED)]
         norm = torch.stack([g.flatten(1).square().sum(dim=1) for g in clipped]).sum(dim=0).sqrt()
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
-        is_moving, count = (count > 0).double(), count.clamp(min=1).double()
+        is_moving, count = count > 0, count.clamp(min=1).double()
+        changes: list[tuple[Tensor, Tensor]] = []
         for name, gradient in gradients.items():
             parameter, first, second = self.trained[name], self.first[name], self.second[name]
             lanes = (-1, *[1] * (parameter.dim() - 1))
@@ -229,12 +231,16 @@ class LaneStack:
                 gradient = gradient * factor.view(lanes)
             if self.settings.weight_decay:
                 gradient = gradient + self.settings.weight_decay * parameter
-            first.lerp_(gradient, 1 - BETAS[0])
-            second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+            new_first = first.lerp(gradient, 1 - BETAS[0])
+            new_second = (second * BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
             rate = getattr(self.settings, GROUPS[name.split(".")[0]])
-            size = (is_moving * rate / (1 - BETAS[0] ** count)).to(parameter).view(lanes)
-            root = second.sqrt() / (1 - BETAS[1] ** count).sqrt().to(parameter).view(lanes)
-            parameter.sub_(size * first / (root + EPSILON))
+            size = (rate / (1 - BETAS[0] ** count)).to(parameter).view(lanes)
+            root = new_second.sqrt() / (1 - BETAS[1] ** count).sqrt().to(parameter).view(lanes)
+            new = parameter - size * new_first / (root + EPSILON)
+            moving = is_moving.view(lanes)
+            for old, value in ((parameter, new), (first, new_first), (second, new_second)):
+                changes.append((old, torch.where(moving, value, old)))
+        return changes
 
     # ── one lane of it ───────────────────────────────────────────────────────────────────────
 
@@ -255,7 +261,9 @@ class LaneStack:
     def export(self, lane: int) -> dict[str, Tensor]:
         """A lane's own numbers, without padding, by kind and name."""
         return {
-            f"{kind}.{name}": tensors[name].detach()[lane][tuple(slice(n) for n in own.shape)]
+            f"{kind}.{name}": tensors[name]
+            .detach()[lane][tuple(slice(n) for n in own.shape)]
+            .clone()
             for kind, tensors in self._kinds().items()
             for name, own in self.lanes[lane].trained.items()
         }

@@ -7,14 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, MistralConfig, T5ForConditionalGeneration
 
 from qtuning.backbones import Head, Row, load_backbone, weights_sha256, wrap_model
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.backbones.t5 import T5Layers
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.scoring import Answerer, Query, exact_matches, score
-from tests.conftest import CONFIGS, FAMILY_OF, make_backbone, make_model, make_tokenizer
+from tests.conftest import (
+    CONFIGS,
+    FAMILY_OF,
+    SIZE,
+    VOCAB,
+    make_backbone,
+    make_model,
+    make_tokenizer,
+)
 
 TEXTS = ["good soup", "the river was cold and slow and late", "no"]
 WORDS = ["negative", "report problem", "report status", "how to"]
@@ -316,3 +324,37 @@ def test_t5s_layers_give_the_numbers_of_transformers(feed_forward: str) -> None:
             layers.encode(embeds, filled)[filled], encoded[filled], rtol=0, atol=1e-5
         )
         torch.testing.assert_close(layers.decode(ids, encoded, filled), decoded, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [8, 32])
+def test_a_sliding_window_is_respected_for_labels_of_several_paths(window: int) -> None:
+    """Mistral, whose window counts positions: a padded cache would count the padding."""
+    config = MistralConfig(vocab_size=VOCAB, max_position_embeddings=128, num_key_value_heads=1,
+                           sliding_window=window, **SIZE)  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(torch.float64)
+    backbone = wrap_model(model, make_tokenizer("llama"), name="mistral", max_length=64)
+    bank, answers = bank_of(backbone, 4), backbone.answers(WORDS)
+    tokens = backbone.tokenize(TEXTS, 4, answers.longest)
+    found = score(backbone, [Query(Answerer(bank, answers), t) for t in tokens])
+    for each, log_probs in zip(tokens, found, strict=True):
+        naive = torch.stack(
+            [naive_log_prob(backbone, bank, each.ids, s) for s in answers.sequences]
+        )
+        torch.testing.assert_close(log_probs, F.log_softmax(naive, -1), rtol=0, atol=1e-6)
+
+
+def test_a_full_text_beside_long_labels_of_another_task_fits_the_positions() -> None:
+    """Learned positions end; what pads a shorter path must not reach beyond them."""
+    backbone = make_backbone("gpt2", max_length=40)
+    bank = bank_of(backbone, 2)
+    short, long = (
+        backbone.answers(["no", "yes"]),
+        backbone.answers(["no", "report problem how to left", "up"]),
+    )
+    full = backbone.tokenize(["good soup " * 40], 2, short.longest)[0]
+    brief = backbone.tokenize(["good"], 2, long.longest)[0]
+    queries = [Query(Answerer(bank, short), full), Query(Answerer(bank, long), brief)]
+    together = score(backbone, queries)
+    for query, found in zip(queries, together, strict=True):
+        torch.testing.assert_close(score(backbone, [query])[0], found, rtol=0, atol=1e-5)

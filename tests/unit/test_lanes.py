@@ -13,7 +13,7 @@ from qtuning.errors import TrainingError
 from qtuning.lanes import Fit, Progress, compiling_pays, fit_lanes
 from qtuning.methods import make_method
 from qtuning.pack import Pack
-from qtuning.stack import GROUPS
+from qtuning.stack import GROUPS, LaneStack
 from tests.conftest import SMALL, make_backbone, make_task
 
 LABELS = [
@@ -122,7 +122,9 @@ def test_the_update_is_that_of_torch_with_clipping_and_weight_decay(bert) -> Non
             tensor.grad = given[name][0].clone()
         torch.nn.utils.clip_grad_norm_([t for k, t in own.items() if "discr" not in k], 0.5)
         adam.step()
-        stack.update(given, torch.tensor([step] * len(stack.lanes)))
+        with torch.no_grad():
+            for old, new in stack.moved(given, torch.tensor([step] * len(stack.lanes))):
+                old.copy_(new)
         for name, tensor in own.items():
             torch.testing.assert_close(stack.trained[name][0], tensor, rtol=1e-5, atol=1e-7)
 
@@ -323,3 +325,37 @@ def test_compiled_equals_eager(kind: str) -> None:
         for x, y in zip(leaves(a), leaves(b), strict=True):
             assert (x - y).abs().max() < (1e-6 if kind == "llama" else 1e-9)
     assert all(layer._compiled_call_impl is None for layer in backbone.model.modules())
+
+
+def test_memory_that_ends_while_tensors_are_moved_changes_nothing(
+    exact_backbone, monkeypatch
+) -> None:
+    """The last stack's update fails once; the lanes of the first must not have taken the step twice."""
+    settings = make_settings(**{**SMALL, "epochs": 2})[1]
+    packed, alone = make_lanes(exact_backbone), make_lanes(exact_backbone)
+    original, calls = LaneStack.moved, []
+
+    def fails_once(stack, gradients, count):
+        calls.append(len(stack.lanes))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(stack, gradients, count)
+
+    monkeypatch.setattr(LaneStack, "moved", fails_once)
+    with pytest.warns(UserWarning, match="going on with 3 lanes"):
+        fit_lanes(exact_backbone, packed, settings)
+    for lane, single in zip(packed, alone, strict=True):
+        fit_lanes(exact_backbone, [single], settings)
+        for a, b in zip(leaves(lane), leaves(single), strict=True):
+            assert (a - b).abs().max() < 1e-9
+
+
+def test_a_batch_is_not_filled_up_where_shapes_may_change(bert) -> None:
+    lane = one_lane(bert)
+    pack = Pack(bert, [lane], make_settings(**{**SMALL, "batch_size": 64})[1])
+    (batch,), _ = pack.plan([range(3)], [1])
+    assert batch.example.shape == (1, 3)
+    bert.is_captured = True
+    (batch,), _ = pack.plan([range(3)], [1])
+    assert batch.example.shape == (1, len(lane.train))
+    assert batch.is_live.sum() == 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -82,6 +82,18 @@ class Reading:
     def is_single(self) -> bool:
         """Whether every row has one path."""
         return len(self.owner) == len(self.ids)
+
+    def expanded(self) -> Reading:
+        """The same with a row of its own for every path."""
+        return replace(
+            self,
+            ids=self.ids[self.owner],
+            types=self.types[self.owner],
+            length=self.length[self.owner],
+            slots=self.slots[self.owner],
+            prompt=self.prompt[self.owner],
+            owner=torch.arange(len(self.owner), device=self.owner.device),
+        )
 
     def at(self, index: Tensor, width: int) -> Reading:
         """Some rows [m], one path each, in sequences of `width` positions."""

@@ -22,6 +22,9 @@ from qtuning.backbones.base import (
 )
 from qtuning.tasks import Text
 
+CONTINUES_FROM_CACHE = ("gpt2", "llama", "opt")
+"""Models seen to give the same numbers from a padded cache. Windows and ALiBi would count the padding; any other
+model reads the text again for every path."""
 UNMASKED = "qtuning-unmasked"
 """An attention for which `transformers` makes no mask: its own function, without a mask function beside it."""
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
@@ -67,7 +70,9 @@ class CausalBackbone(VocabularyBackbone):
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h]. No mask: padding stands on the right, where a causal model does not look."""
         if not reading.is_single:
-            return self._read_text_once(reading, bank)
+            if self.model.config.model_type in CONTINUES_FROM_CACHE:
+                return self._read_text_once(reading, bank)
+            reading = reading.expanded()
         batch = self.assemble(reading, bank)
         with self._without_mask():
             states: Tensor = self.model.base_model(
@@ -85,7 +90,8 @@ class CausalBackbone(VocabularyBackbone):
         config = self.model.base_model.config
         before = config._attn_implementation
         window = getattr(config, "sliding_window", None) or self.max_length
-        if before != "sdpa" or window < self.max_length:
+        takes_it = getattr(self.model, "_supports_attention_backend", False)
+        if before != "sdpa" or window < self.max_length or not takes_it:
             yield
             return
         config._attn_implementation = UNMASKED
@@ -111,7 +117,7 @@ class CausalBackbone(VocabularyBackbone):
         rest: Tensor = self.model.base_model(
             input_ids=reading.path,
             attention_mask=torch.cat([seen, is_path], dim=1).long(),
-            position_ids=end[:, None] + steps,
+            position_ids=(end[:, None] + steps).clamp(max=self.max_length - 1),  # past a path's end
             past_key_values=cache,
         ).last_hidden_state
         states = torch.cat([first[reading.owner][:, None], rest], dim=1)

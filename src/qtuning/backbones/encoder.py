@@ -13,6 +13,11 @@ from qtuning.backbones.base import MASKED, Backbone, Batch, Head, Reading, Token
 from qtuning.errors import BackboneError
 from qtuning.tasks import Text
 
+TAKES_READY_MASK = (
+    "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "mpnet", "albert",
+)  # fmt: skip
+"""Encoders whose layers all see everything. Others, such as ModernBERT, have windows of their own."""
+
 
 @dataclass
 class EncoderBackbone(Backbone):
@@ -55,7 +60,12 @@ class EncoderBackbone(Backbone):
         return (states * kept).sum(dim=1, keepdim=True) / kept.sum(dim=1, keepdim=True)
 
     def _mask(self, batch: Batch) -> Tensor:
-        """[b, 1, s, s], added to the scores; ready-made, because making it would wait for the device."""
+        """What must not be seen: [b, 1, s, s], added to the scores, or [b, s] for models that make their own.
+
+        Ready-made where that is known to be right, because making it waits for the device.
+        """
+        if self.model.config.model_type not in TAKES_READY_MASK:
+            return batch.is_filled.long()
         size = batch.is_filled.shape[1]
         hidden = torch.where(batch.is_filled, 0.0, MASKED).to(self.dtype)
         return hidden[:, None, None].expand(-1, 1, size, -1)
