@@ -27,10 +27,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from qtuning import __version__
-from qtuning.backbones import Head
 from qtuning.errors import CollectionError, QTuningError, TaskError
 from qtuning.files import sha256_of, write_atomic
-from qtuning.snapshots import Snapshot, TaskCard
+from qtuning.snapshots import Snapshot
 from qtuning.tasks import check_task_name
 
 FORMAT = 1
@@ -179,12 +178,11 @@ def _parse_manifest(folder: Path, data: bytes) -> dict[str, Any]:
 
 def _write_task(folder: Path, name: str, snapshot: Snapshot, version: int) -> dict[str, Any]:
     check_task_name(name)
-    tensors = {"rows": snapshot.rows}
-    if snapshot.head:
-        tensors |= {"head.weight": snapshot.head.weight, "head.bias": snapshot.head.bias}
     files = {
         "task.json": _json_bytes({**asdict(snapshot.card), "facts": dict(snapshot.facts)}),
-        "snapshot.safetensors": save_tensors({key: t.contiguous() for key, t in tensors.items()}),
+        "snapshot.safetensors": save_tensors(
+            {key: t.contiguous() for key, t in snapshot.tensors().items()}
+        ),
     }
     place = f"tasks/{name}" if version == 1 else f"tasks/{name}@{version}"
     while any(_differs(folder / place / file, data) for file, data in files.items()):
@@ -213,9 +211,7 @@ def _read_task(folder: Path, name: str, entry: dict[str, Any]) -> Snapshot:
     card = json.loads(read["task.json"])
     facts = card.pop("facts")
     tensors = load_tensors(read["snapshot.safetensors"])
-    head = Head(tensors["head.weight"], tensors["head.bias"]) if "head.weight" in tensors else None
-    card["label_names"] = tuple(card["label_names"])
-    return Snapshot(TaskCard(**card), tensors["rows"], head, facts)
+    return Snapshot.from_tensors(card, tensors, facts)
 
 
 def _checked(folder: Path, name: str, expected: str) -> bytes:

@@ -44,12 +44,18 @@ class MethodSettings:
     """Loss that keeps the shared prefix close to the previous state: kl, jsd or none."""
     memory_factor: float = 0.01
     """Weight of the retention loss (paper: 0.01 for long sequences)."""
+    replay_share: float = 0.01
+    """Of a task's training examples, those that methods with a memory keep; one per class at least."""
+    replay_every: int = 10
+    """Steps between two replays of what is kept."""
+    ewc_strength: float = 400.0
+    """Weight of EWC's penalty, lambda."""
     shared_schedule: str = "all"
     """Tasks that train the shared prefix: all, or algorithm1 (the first, then from eviction on)."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "prompt_length", "queue_size", "mlp_hidden")
-        _at_least(self, 0, "shared_length", "memory_factor")
+        _at_least(self, 1, "prompt_length", "queue_size", "mlp_hidden", "replay_every")
+        _at_least(self, 0, "shared_length", "memory_factor", "replay_share", "ewc_strength")
         _at_most(self, 4096, "prompt_length", "shared_length")
         _at_most(self, 100_000, "queue_size", "mlp_hidden")
         _one_of(self, "eviction", tuple(EVICTIONS))
@@ -75,6 +81,8 @@ class TrainSettings:
     """Learning rate of the residual MLPs."""
     head_lr: float = 1e-2
     """Learning rate of an encoder's classification head."""
+    weights_lr: float = 1e-4
+    """Learning rate of the model's own weights, for the methods that train them (AdamW)."""
     discriminator_lr: float = 1e-3
     """Learning rate of the discriminator of `retention: jsd`."""
     weight_decay: float = 0.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from qtuning.backbones import Backbone, Tokens
 from qtuning.errors import TaskError, unknown
 from qtuning.scoring import Answerer, Query, exact_matches, score
-from qtuning.snapshots import Snapshot
+from qtuning.snapshots import Snapshot, answering
 from qtuning.tasks import Text
 
 
@@ -70,3 +71,53 @@ class Predictor:
                 )
                 raise TaskError(f"task {name!r} takes {wanted}, got {text!r}.")
         return self.backbone.tokenize(texts, len(answerer.layout), answerer.answers.longest)
+
+
+class RoutedPredictor(Predictor):
+    """For methods whose tasks are not all answered by one frozen backbone: task by task."""
+
+    def __init__(self, backbone: Backbone, state: Any):
+        super().__init__(backbone, state.snapshots)
+        self.state = state
+
+    def log_probs(self, texts: Sequence[Text], tasks: Sequence[str]) -> list[Tensor]:
+        """Log-probabilities [labels of its task] for each text."""
+        found: dict[int, Tensor] = {}
+        for name in dict.fromkeys(tasks):
+            places = [i for i, task in enumerate(tasks) if task == name]
+            own = [texts[i] for i in places]
+            found |= dict(
+                zip(places, self._one(name).log_probs(own, [name] * len(own)), strict=True)
+            )
+        return [found[i] for i in range(len(texts))]
+
+    def exact_matches(
+        self,
+        texts: Sequence[Text],
+        tasks: Sequence[str],
+        gold: Sequence[int],
+        max_tokens: int | None = None,
+    ) -> list[bool]:
+        """Whether greedy generation would write exactly the gold label words, for each text."""
+        found: dict[int, bool] = {}
+        for name in dict.fromkeys(tasks):
+            places = [i for i, task in enumerate(tasks) if task == name]
+            own = [texts[i] for i in places]
+            hits = self._one(name).exact_matches(
+                own, [name] * len(own), [gold[i] for i in places], max_tokens
+            )
+            found |= dict(zip(places, hits, strict=True))
+        return [found[i] for i in range(len(texts))]
+
+    def _one(self, name: str) -> Predictor:
+        if name not in self.snapshots:
+            raise TaskError(unknown("task", name, self.snapshots))
+        backbone, snapshot = answering(self.backbone, self.state, name)
+        return Predictor(backbone, {name: snapshot})
+
+
+def make_predictor(backbone: Backbone, state: Any) -> Predictor:
+    """The predictor that a state needs."""
+    if hasattr(state, "answers"):
+        return RoutedPredictor(backbone, state)
+    return Predictor(backbone, state.snapshots)

@@ -31,11 +31,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from qtuning.backbones import Head
 from qtuning.errors import RecordError
 from qtuning.files import sha256_of, write_atomic
 from qtuning.lanes import FitState
-from qtuning.snapshots import Snapshot, TaskCard
+from qtuning.snapshots import Snapshot
 from qtuning.stream_loop import Journal, StreamRun
 from qtuning.tasks import Task
 
@@ -55,7 +54,7 @@ class DiskSnapshots(dict[str, Snapshot]):
         if name not in self.names:
             raise KeyError(name)
         tensors, facts = read_tensors(self.folder / f"{name}.safetensors")
-        return _snapshot_of(tensors, facts)
+        return Snapshot.from_tensors(facts["card"], tensors, facts["facts"])
 
     def copy(self) -> DiskSnapshots:
         """The same, to which a new snapshot can be added."""
@@ -116,9 +115,7 @@ class RunJournal(Journal):
         """Put the finished task on disk, take it out of memory, commit."""
         for run, folder in zip(runs, self.folders, strict=True):
             snapshot = run.state.snapshots[task.name]
-            tensors = {"rows": snapshot.rows, "scores": run.when_learnt[task.name]}
-            if snapshot.head:
-                tensors |= {"head.weight": snapshot.head.weight, "head.bias": snapshot.head.bias}
+            tensors = {**snapshot.tensors(), "scores": run.when_learnt[task.name]}
             if hasattr(run.state, "queue"):
                 queue = run.state.queue
                 tensors |= {
@@ -256,13 +253,6 @@ def to_json(matrix: Any) -> list[list[float | None]]:
 
 def _from_json(rows: Sequence[Sequence[float | None]]) -> Any:
     return np.array([[np.nan if x is None else x for x in row] for row in rows], dtype=np.float64)
-
-
-def _snapshot_of(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Snapshot:
-    card = dict(facts["card"])
-    card["label_names"] = tuple(card["label_names"])
-    head = Head(tensors["head.weight"], tensors["head.bias"]) if "head.weight" in tensors else None
-    return Snapshot(TaskCard(**card), tensors["rows"], head, facts["facts"])
 
 
 # ── one process per run ──────────────────────────────────────────────────────────────────────

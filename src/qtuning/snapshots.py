@@ -48,6 +48,29 @@ class Snapshot:
     head: Head | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Scores, split sizes and cost, for people."""
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    """The whole model's, of a method that keeps a model for every task; empty for all others."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is kept on disk."""
+        head = {"head.weight": self.head.weight, "head.bias": self.head.bias} if self.head else {}
+        weights = {f"weights.{name}": tensor for name, tensor in self.weights.items()}
+        return {"rows": self.rows, **head, **weights}
+
+    @classmethod
+    def from_tensors(
+        cls, card: Mapping[str, Any], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+    ) -> Snapshot:
+        """What `tensors` gave, with the card as JSON."""
+        about = TaskCard(**{**card, "label_names": tuple(card["label_names"])})
+        has_head = "head.weight" in tensors
+        head = Head(tensors["head.weight"], tensors["head.bias"]) if has_head else None
+        weights = {
+            name.removeprefix("weights."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("weights.")
+        }
+        return cls(about, tensors["rows"], head, facts, weights)
 
     def answerer(self, backbone: Backbone) -> Answerer:
         """This task, ready for `scoring.score` on that backbone."""
@@ -56,6 +79,17 @@ class Snapshot:
             self.head.weight.to(backbone.device), self.head.bias.to(backbone.device)
         )
         return Answerer(self.rows.to(backbone.device), backbone.answers(words), head)
+
+
+def answering(backbone: Backbone, state: Any, name: str) -> tuple[Backbone, Snapshot]:
+    """What a state answers a task with: the task's snapshot on the frozen backbone, as it was learnt.
+
+    A state that has moved on since (see `MethodInfo.forgets`) says so by a method `answers` of its own.
+    """
+    if hasattr(state, "answers"):
+        found: tuple[Backbone, Snapshot] = state.answers(backbone, name)
+        return found
+    return backbone, state.snapshots[name]
 
 
 def added(snapshots: dict[str, Snapshot], new: Snapshot) -> dict[str, Snapshot]:

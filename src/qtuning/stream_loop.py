@@ -22,7 +22,7 @@ from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import Method
 from qtuning.protocols import make_split
 from qtuning.seeding import numpy_generator
-from qtuning.snapshots import Snapshot, TaskCard, predict_log_probs
+from qtuning.snapshots import Snapshot, TaskCard, answering, predict_log_probs
 from qtuning.tasks import Rows, Split, Task
 
 INNER_CELL_ROWS = 64
@@ -188,8 +188,8 @@ def _measure_taught(
         sample = _sample_places(len(rows), task.name, inner_rows)
         whole = is_last or j == i - 1
         rows = rows if whole else rows.at(sample)
-        snapshot = _view(run.state, task.name, evaluate_with)
-        found = predict_log_probs(backbone, snapshot, rows.texts)
+        model, snapshot = _view(run.state, backbone, task.name, evaluate_with)
+        found = predict_log_probs(model, snapshot, rows.texts)
         run.matrix[i, j] = _score(task, rows, found)
         run.sampled[i, j] = (
             _score(task, rows.at(sample), found[sample]) if whole else run.matrix[i, j]
@@ -197,7 +197,7 @@ def _measure_taught(
         if j == i - 1:
             run.when_learnt[task.name] = found
         if is_last:
-            again = predict_log_probs(backbone, snapshot, rows.texts) if j == i - 1 else found
+            again = predict_log_probs(model, snapshot, rows.texts) if j == i - 1 else found
             run.unchanged[task.name] = torch.equal(again, run.when_learnt[task.name])
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
@@ -217,15 +217,18 @@ def _measure_untaught(
         run.matrix[i, column] = _score(task, rows, found)
 
 
-def _view(state: Any, name: str, evaluate_with: str) -> Snapshot:
-    snapshot: Snapshot = state.snapshots[name]
+def _view(
+    state: Any, backbone: Backbone, name: str, evaluate_with: str
+) -> tuple[Backbone, Snapshot]:
+    """The model and the snapshot that answer a task."""
+    model, snapshot = answering(backbone, state, name)
     if evaluate_with == "snapshot":
-        return snapshot
+        return model, snapshot
     if not hasattr(state, "current_layout"):
         raise ConfigError(
             "evaluation mode 'current' needs a method with a queue, such as q-tuning."
         )
-    return replace(snapshot, rows=state.current_layout())
+    return model, replace(snapshot, rows=state.current_layout())
 
 
 def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:

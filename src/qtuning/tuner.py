@@ -20,7 +20,7 @@ from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
 from qtuning.lanes import Report
 from qtuning.methods import make_method
-from qtuning.predictor import Predictor
+from qtuning.predictor import Predictor, make_predictor
 from qtuning.progress import LearningBar
 from qtuning.snapshots import TaskCard
 from qtuning.tasks import SPLIT_NAMES, Rows, Task, Text
@@ -121,7 +121,7 @@ class QTuner:
         seconds = time.perf_counter() - began
         snapshots = dict(learnt.snapshots)
         new = snapshots.pop(task.name)
-        predictor = Predictor(self.backbone, {task.name: new})
+        predictor = make_predictor(self.backbone, learnt)
         test = _score_rows(predictor, new.card, split.test) if len(split.test) else None
         facts = {
             **new.facts,
@@ -241,7 +241,7 @@ class QTuner:
     def adopt(self, state: Any) -> None:
         """Go on from a state of the same method on the same backbone, e.g. one that `run_stream` left."""
         self.state = state
-        self._predictor = Predictor(self.backbone, state.snapshots)
+        self._predictor = make_predictor(self.backbone, state)
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────
 

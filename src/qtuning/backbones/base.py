@@ -145,6 +145,8 @@ class Backbone:
     max_length: int
     """Positions of prompt and text, and of the answer where it follows them."""
     readout: str = "mean"
+    is_frozen: bool = field(default=True, init=False)
+    """False for the copy of a method that trains the weights themselves."""
     prompt_at: int = field(default=0, init=False)
     """Tokens of the text that stand before the prompt vectors."""
     family: str = field(default="", init=False)
@@ -199,7 +201,7 @@ class Backbone:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [...] -> embeddings [..., d], as the model itself would look them up."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
             out: Tensor = self.embedding(ids.to(self.device))
         return out
 

@@ -67,7 +67,7 @@ class MethodInfo:
 
 
 _REGISTRY: dict[str, MethodInfo] = {}
-_FILES = ("qtuning", "prompting", "probing")
+_FILES = ("qtuning", "prompting", "carrying", "probing", "asking", "finetuning", "replaying", "ewc")
 
 
 def register(info: MethodInfo) -> None:

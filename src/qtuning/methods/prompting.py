@@ -1,8 +1,9 @@
-"""Prompt methods that are Q-tuning with parts switched off: per-task prompts and ProgPrompt.
+"""Prompt methods that are Q-tuning with parts switched off: per-task and shared prompts, ProgPrompt.
 
 Relations: `per-task-prompt` learns each task alone, so nothing helps and nothing is lost.
 `per-task-prompt-long` has as many rows as the whole Q-prompt: the control that tells transfer from
-length. `prog-prompt` keeps every prompt for ever, so its cost grows with each task.
+length. `shared-prompt` has a shared prompt under retention where the queue was. `prog-prompt` keeps every
+prompt for ever, so its cost grows with each task.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ def per_task_prompt_long(
     return per_task_prompt(backbone, replace(settings, prompt_length=rows), train)
 
 
+def shared_prompt(backbone: Backbone, settings: MethodSettings, train: TrainSettings) -> QTuning:
+    """A shared prompt as long as the queue and a prompt per task; retention from the second task on."""
+    length = settings.prompt_length * settings.queue_size
+    alone = replace(settings, queue_size=1, eviction="fifo", shared_length=length, scale=False)
+    return QTuning(backbone, alone, train)
+
+
 def prog_prompt(backbone: Backbone, settings: MethodSettings, train: TrainSettings) -> QTuning:
     """Every prompt is kept, newest first as in the released code (protocol A17)."""
     growing = replace(settings, eviction="none", shared_length=0, scale=False, newest_first=True)
@@ -44,6 +52,14 @@ register(
         "a fresh prompt for every task, as long as the whole Q-prompt (length control)",
         LESTER,
         per_task_prompt_long,
+    )
+)
+register(
+    MethodInfo(
+        "shared-prompt",
+        "a long prompt shared by all tasks, kept by retention, and a short one per task; no queue",
+        "Guo et al., 2024, arXiv 2404.14607, section 5",
+        shared_prompt,
     )
 )
 register(

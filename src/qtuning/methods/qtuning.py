@@ -55,6 +55,8 @@ class QState:
 class QTuning:
     """The method, bound to a backbone and its settings."""
 
+    state_class = QState
+
     def __init__(self, backbone: Backbone, settings: MethodSettings, train: TrainSettings):
         self.backbone, self.settings, self.train = backbone, settings, train
 
@@ -84,7 +86,7 @@ class QTuning:
         if settings.mlp and settings.shared_length:
             mlp = make_mlp(backbone.embed_dim, settings.mlp_hidden, generator, backbone.lane_dtype)
             layout = residual_mlp(shared, mlp)
-        return QState(seed, queue, shared, mlp, last_layout=layout)
+        return self.state_class(seed, queue, shared, mlp, last_layout=layout)
 
     def learn(
         self, state: QState, task: Task, split: Split, report: Report | None = None
@@ -114,7 +116,7 @@ class QTuning:
             if k.startswith("shared_mlp.")
         }
         fresh = self.start(facts["seed"])
-        return QState(
+        return self.state_class(
             seed=facts["seed"],
             queue=replace(fresh.queue, rows=tensors["queue"]),
             shared_prefix=tensors["shared_prefix"],

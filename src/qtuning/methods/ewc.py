@@ -1,0 +1,106 @@
+"""Elastic weight consolidation (Kirkpatrick et al., 2017): weights that mattered are held where they were.
+
+The penalty is lambda / 2 sum F (theta - theta*)^2 (Eq. 3 of that paper), with F the diagonal Fisher
+information of earlier tasks, summed over them, and theta* the weights after the last one (online form).
+
+Relations: `continual-finetune` with that penalty; at `ewc_strength: 0` it is `continual-finetune`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from qtuning.backbones import Head
+from qtuning.methods import MethodInfo, register
+from qtuning.methods.finetuning import ContinualFineTune, WeightState
+from qtuning.tasks import Split, Task
+from qtuning.weights import Examples, Hooks
+
+
+def fisher_diagonal(
+    loss: Callable[[int], Tensor], count: int, parameters: Sequence[Tensor]
+) -> list[Tensor]:
+    """Mean over examples of the squared gradient of each one's negative log-likelihood."""
+    total = [torch.zeros_like(p) for p in parameters]
+    for example in range(count):
+        found = torch.autograd.grad(loss(example), list(parameters), allow_unused=True)
+        for into, gradient in zip(total, found, strict=True):
+            if gradient is not None:
+                into += gradient.square() / count
+    return total
+
+
+def ewc_penalty(
+    parameters: Mapping[str, Tensor],
+    anchor: Mapping[str, Tensor],
+    fisher: Mapping[str, Tensor],
+    strength: float,
+) -> Tensor:
+    """Minus the log-density of a Gaussian around the anchor: lambda / 2 sum F (theta - theta*)^2."""
+    terms = [(fisher[n] * (p - anchor[n]).square()).sum() for n, p in parameters.items()]
+    return strength / 2 * torch.stack(terms).sum()
+
+
+class EWCHooks(Hooks):
+    """The penalty, added to every step."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        anchor: Mapping[str, Tensor],
+        fisher: Mapping[str, Tensor],
+        strength: float,
+    ):
+        self.parameters, self.strength = parameters, strength
+        self.anchor = {n: anchor[n].to(p.device) for n, p in parameters.items()}
+        self.fisher = {n: fisher[n].to(p.device) for n, p in parameters.items()}
+
+    def penalty(self) -> Tensor | None:
+        """See `ewc_penalty`."""
+        return ewc_penalty(self.parameters, self.anchor, self.fisher, self.strength)
+
+
+class EWC(ContinualFineTune):
+    """Online EWC: one anchor, Fisher information summed over tasks."""
+
+    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+        """The penalty, from the second task on."""
+        if not state.extra:
+            return Hooks()
+        parameters = dict(self.worker.model.named_parameters())
+        return EWCHooks(parameters, state.weights, state.extra, self.settings.ewc_strength)
+
+    def after(
+        self,
+        state: WeightState,
+        task: Task,
+        split: Split,
+        train: Examples,
+        old: dict[str, Head],
+        facts: dict[str, float],
+    ) -> WeightState:
+        """Add this task's Fisher information."""
+        new = super().after(state, task, split, train, old, facts)
+        parameters = dict(self.worker.model.named_parameters())
+        found = fisher_diagonal(lambda i: train.loss([i]), len(train), list(parameters.values()))
+        fisher = {
+            name: gained.cpu() + state.extra[name] if state.extra else gained.cpu()
+            for name, gained in zip(parameters, found, strict=True)
+        }
+        return replace(new, extra=fisher)
+
+
+register(
+    MethodInfo(
+        name="ewc",
+        description="fine-tuning with a penalty on moving the weights that mattered to earlier tasks",
+        paper="Kirkpatrick et al., 2017, arXiv 1612.00796",
+        make=EWC,
+        forgets=True,
+        packable=False,
+    )
+)

@@ -1,0 +1,180 @@
+"""Fine-tuning with a memory of earlier texts: data replay and A-GEM (protocol 1.3, 4 and 6).
+
+Relations: both keep a share of every task's training examples. `replay` trains on them every few steps;
+`a-gem` (Chaudhry et al., 2019) only asks that a step does not hurt them: if the gradient g opposes the
+memory's gradient r, it becomes g - (g . r / r . r) r, Eq. 11 of that paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qtuning.backbones import Backbone, Head
+from qtuning.methods import MethodInfo, register
+from qtuning.methods.finetuning import ContinualFineTune, WeightState
+from qtuning.seeding import numpy_generator, torch_generator
+from qtuning.snapshots import TaskCard
+from qtuning.tasks import Rows, Split, Task
+from qtuning.weights import Examples, Hooks
+
+
+def choose_memory(rows: Rows, classes: int, share: float, generator: Any) -> list[int]:
+    """Places of a share of the rows, equally many of each class, one at least."""
+    each = max(1, math.floor(share * len(rows) / classes))
+    order = generator.permutation(len(rows)).tolist()
+    return sorted(
+        i for label in range(classes) for i in [i for i in order if rows.labels[i] == label][:each]
+    )
+
+
+class WithMemory(ContinualFineTune):
+    """Fine-tuning that keeps some texts of every task."""
+
+    trains_old_heads = True
+
+    def memories(self, state: WeightState, old: dict[str, Head]) -> list[Examples]:
+        """What is kept, as examples for the worker."""
+        return [
+            _remembered(self.worker, kept, old.get(name)) for name, kept in state.memory.items()
+        ]
+
+    def after(
+        self,
+        state: WeightState,
+        task: Task,
+        split: Split,
+        train: Examples,
+        old: dict[str, Head],
+        facts: dict[str, float],
+    ) -> WeightState:
+        """Some of this task's texts are kept too."""
+        new = super().after(state, task, split, train, old, facts)
+        generator = numpy_generator(state.seed, state.learnt, task.name, "memory")
+        places = choose_memory(
+            split.train, len(task.label_names), self.settings.replay_share, generator
+        )
+        kept = split.train.at(places)
+        entry = {
+            "texts": [list(t) if isinstance(t, tuple) else t for t in kept.texts],
+            "labels": list(kept.labels),
+            "card": {**asdict(TaskCard.of(task)), "label_names": list(task.label_names)},
+        }
+        return replace(new, memory={**state.memory, task.name: entry})
+
+
+def _remembered(worker: Backbone, kept: dict[str, Any], head: Head | None) -> Examples:
+    card = kept["card"]
+    answers = worker.answers([card["label_words"][name] for name in card["label_names"]])
+    texts = [tuple(t) if isinstance(t, list) else t for t in kept["texts"]]
+    return Examples(
+        worker, answers, head, worker.tokenize(texts, 0, answers.longest), kept["labels"]
+    )
+
+
+class ReplayHooks(Hooks):
+    """Every few steps one batch of every earlier task, each with a step of its own."""
+
+    def __init__(
+        self, memories: Sequence[Examples], every: int, batch: int, generator: torch.Generator
+    ):
+        self.memories, self.every, self.batch, self.generator = memories, every, batch, generator
+        self.replayed = 0
+
+    def after_step(self, step: int, optimiser: torch.optim.Optimizer) -> None:
+        """Replay, when it is time."""
+        if step % self.every:
+            return
+        for memory in self.memories:
+            places = torch.randperm(len(memory), generator=self.generator)[: self.batch].tolist()
+            optimiser.zero_grad()
+            memory.loss(places).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            self.replayed += 1
+
+
+class Replay(WithMemory):
+    """Data replay."""
+
+    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+        """Replay of what is kept."""
+        generator = torch_generator(state.seed, state.learnt, "replay")
+        settings = self.settings
+        return ReplayHooks(
+            self.memories(state, old), settings.replay_every, self.train.batch_size, generator
+        )
+
+
+def project(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient, without what opposes the reference (A-GEM, Eq. 11)."""
+    dot = sum(float((g * r).sum()) for g, r in zip(gradient, reference, strict=True))
+    if dot >= 0:
+        return list(gradient)
+    length = sum(float(r.square().sum()) for r in reference)
+    return [g - dot / length * r for g, r in zip(gradient, reference, strict=True)]
+
+
+class AGemHooks(Hooks):
+    """Project every gradient against that of a batch from memory."""
+
+    def __init__(self, memories: Sequence[Examples], batch: int, generator: torch.Generator):
+        self.memories, self.batch, self.generator = memories, batch, generator
+
+    def edit_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """G becomes its projection."""
+        if not self.memories:
+            return
+        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        losses, share = [], max(1, self.batch // len(self.memories))
+        for memory in self.memories:
+            places = torch.randperm(len(memory), generator=self.generator)[:share].tolist()
+            losses.append(memory.loss(places))
+        reference = torch.autograd.grad(
+            torch.stack(losses).mean(), list(parameters), allow_unused=True
+        )
+        filled = [
+            torch.zeros_like(p) if r is None else r
+            for p, r in zip(parameters, reference, strict=True)
+        ]
+        for parameter, gradient in zip(parameters, project(given, filled), strict=True):
+            parameter.grad = gradient
+
+
+class AGem(WithMemory):
+    """Averaged gradient episodic memory. Old heads do not move: only what they read does."""
+
+    trains_old_heads = False
+
+    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+        """Projection against what is kept."""
+        generator = torch_generator(state.seed, state.learnt, "a-gem")
+        return AGemHooks(self.memories(state, old), self.train.batch_size, generator)
+
+
+register(
+    MethodInfo(
+        name="replay",
+        description="fine-tuning with a share of earlier texts, trained on again every few steps",
+        paper="de Masson d'Autume et al., 2019, arXiv 1906.01076 (sparse replay)",
+        make=Replay,
+        forgets=True,
+        stores_data=True,
+        packable=False,
+    )
+)
+register(
+    MethodInfo(
+        name="a-gem",
+        description="fine-tuning whose gradients are kept from opposing those of earlier texts",
+        paper="Chaudhry et al., 2019, arXiv 1812.00420",
+        make=AGem,
+        forgets=True,
+        stores_data=True,
+        packable=False,
+    )
+)

@@ -1,0 +1,215 @@
+"""fit_weights: train a copy of the backbone itself, for the methods that do not keep it frozen.
+
+The shared backbone is never touched: a method works on `trainable_copy` of it and keeps what it learnt as a
+dictionary of weights. Hooks let a method add to the loss, edit gradients, or take steps of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qtuning.backbones import AnswerSet, Backbone, Head, Row, Tokens
+from qtuning.config import TrainSettings
+from qtuning.errors import TrainingError
+from qtuning.evaluation import score_predictions
+from qtuning.lanes import Progress, Report
+from qtuning.objectives import IGNORE, cross_entropy
+from qtuning.scoring import Quiz, stack_heads
+from qtuning.tasks import Rows, Task
+
+
+def trainable_copy(backbone: Backbone) -> Backbone:
+    """A backbone of its own, with weights that take gradients; still without dropout."""
+    model = copy.deepcopy(backbone.model)
+    own = type(backbone)(
+        model, backbone.tokenizer, backbone.name, backbone.max_length, backbone.readout
+    )
+    own.is_frozen = False
+    own.model.requires_grad_(True)
+    return own
+
+
+def read_weights(backbone: Backbone) -> dict[str, Tensor]:
+    """The model's trained tensors, copied to the CPU."""
+    return {n: p.detach().cpu().clone() for n, p in backbone.model.named_parameters()}
+
+
+@torch.no_grad()
+def write_weights(backbone: Backbone, weights: Mapping[str, Tensor]) -> None:
+    """Put weights into the model."""
+    for name, parameter in backbone.model.named_parameters():
+        parameter.copy_(weights[name])
+
+
+@dataclass
+class Examples:
+    """Labelled texts of one task, ready to be read by a backbone without a prompt."""
+
+    backbone: Backbone
+    answers: AnswerSet
+    head: Head | None
+    """Trainable, on an encoder."""
+    tokens: Sequence[Tokens]
+    labels: Sequence[int]
+    _lengths: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        paths = [self.answers.sequences[label][:-1] for label in self.labels]
+        rows = [Row(t, (), (path,)) for t, path in zip(self.tokens, paths, strict=True)]
+        self.reading = self.backbone.prepare(rows)
+        tail = 1 if self.backbone.answer_follows_text else 0
+        self._lengths = [
+            len(t.ids) + tail * len(path) for t, path in zip(self.tokens, paths, strict=True)
+        ]
+        longest = self.answers.longest
+        gold = [self.answers.sequences[label] for label in self.labels]
+        padded = [[*tokens, *[IGNORE] * (longest - len(tokens))] for tokens in gold]
+        self.targets = torch.tensor(padded, device=self.backbone.device)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def hidden(self, batch: Sequence[int]) -> Tensor:
+        """Read-outs [n, t, h]."""
+        index = torch.tensor(list(batch), device=self.backbone.device)
+        width = max(self._lengths[i] for i in batch)
+        return self.backbone.hidden(self.reading.at(index, width), _no_bank(self.backbone))
+
+    def loss(self, batch: Sequence[int]) -> Tensor:
+        """Mean cross-entropy of some of them (Eq. 1)."""
+        index = torch.tensor(list(batch), device=self.backbone.device)
+        hidden = self.hidden(batch)
+        targets = self.targets[index][:, : hidden.shape[1]]
+        return cross_entropy(self.backbone.logits(hidden, self.head), targets)
+
+    def log_probs(self) -> Tensor:
+        """Label log-probabilities [n, labels] of all of them."""
+        quiz = Quiz(self.backbone, self.tokens, [0] * len(self), [()], [self.answers])
+        heads = stack_heads([self.head.detached()]) if self.head else None
+        return quiz.log_probs(_no_bank(self.backbone), heads)
+
+
+def make_examples(backbone: Backbone, task: Task, rows: Rows, head: Head | None) -> Examples:
+    """Rows of a task as examples for that backbone."""
+    words = [(task.label_words or {})[name] for name in task.label_names]
+    answers = backbone.answers(words)
+    tokens = backbone.tokenize(rows.texts, 0, answers.longest)
+    return Examples(backbone, answers, head, tokens, rows.labels)
+
+
+def make_head(backbone: Backbone, classes: int, generator: torch.Generator) -> Head | None:
+    """A new trainable head, where the backbone needs one."""
+    if not backbone.needs_head:
+        return None
+    bound = backbone.hidden_dim**-0.5
+    weight = torch.empty(classes, backbone.hidden_dim, dtype=backbone.lane_dtype)
+    weight.uniform_(-bound, bound, generator=generator)
+    bias = torch.zeros(classes, dtype=backbone.lane_dtype)
+    return Head(*(t.to(backbone.device).requires_grad_() for t in (weight, bias)))
+
+
+class Hooks:
+    """What a method may do beside the plain loss; this one does nothing."""
+
+    def penalty(self) -> Tensor | None:
+        """Added to the loss of every step."""
+        return None
+
+    def edit_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Called between the backward pass and the optimiser's step."""
+
+    def after_step(self, step: int, optimiser: torch.optim.Optimizer) -> None:
+        """Called after the optimiser's step."""
+
+
+def fit_weights(
+    train: Examples,
+    validation: Examples,
+    metric: str,
+    settings: TrainSettings,
+    order: torch.Generator,
+    hooks: Hooks,
+    others: Sequence[Tensor] = (),
+    report: Report | None = None,
+    names: tuple[str, str] = ("", ""),
+) -> dict[str, float]:
+    """Train the examples' backbone and head; leave them in their best state by validation.
+
+    Args:
+        train: What is learnt.
+        validation: What the best state is chosen by; the last is kept where there is none.
+        metric: Of the task.
+        settings: Epochs, batch size, `weights_lr`, `head_lr`, clipping.
+        order: Of the training examples.
+        hooks: What the method does beside.
+        others: Further tensors to train at `head_lr`, such as heads of earlier tasks.
+        report: Called after every epoch.
+        names: Lane and task, for the report.
+
+    Raises:
+        TrainingError: When a loss is not finite.
+    """
+    backbone = train.backbone
+    own = list(backbone.model.parameters())
+    heads = [*((train.head.weight, train.head.bias) if train.head else ()), *others]
+    optimiser = torch.optim.AdamW(
+        [
+            {"params": own, "lr": settings.weights_lr},
+            {"params": heads, "lr": settings.head_lr},
+        ],
+        weight_decay=settings.weight_decay,
+    )
+    trained = [*own, *heads]
+    best, kept, best_epoch, latest, step = (-math.inf, -math.inf), None, 0, None, 0
+    for epoch in range(1, settings.epochs + 1):
+        losses = []
+        places = torch.randperm(len(train), generator=order).tolist()
+        for first in range(0, len(places), settings.batch_size):
+            loss = train.loss(places[first : first + settings.batch_size])
+            extra = hooks.penalty()
+            optimiser.zero_grad()
+            (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
+            hooks.edit_gradients(trained)
+            if settings.clip > 0:
+                torch.nn.utils.clip_grad_norm_(trained, settings.clip)
+            optimiser.step()
+            step += 1
+            losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
+                raise TrainingError(
+                    f"the loss became {losses[-1]} in task {names[1]!r}, epoch {epoch}, step {step}. "
+                    f"Lower weights_lr, or use dtype fp32."
+                )
+            hooks.after_step(step, optimiser)
+        due = epoch % settings.validate_every == 0 or epoch == settings.epochs
+        if due and len(validation):
+            found = validation.log_probs()
+            gold = torch.tensor(list(validation.labels), device=found.device)
+            guess = found.argmax(dim=-1).tolist()
+            latest = score_predictions(metric, validation.labels, guess)
+            likelihood = float(found.gather(1, gold[:, None]).mean())
+            if (latest, likelihood) > best:
+                best, best_epoch = (latest, likelihood), epoch
+                kept = [tensor.detach().clone() for tensor in trained]
+        if report:
+            mean = sum(losses) / len(losses)
+            top = best[0] if kept else None
+            report(Progress(names[0], names[1], epoch, settings.epochs, mean, latest, top))
+    if kept:
+        with torch.no_grad():
+            for tensor, value in zip(trained, kept, strict=True):
+                tensor.copy_(value)
+    facts = {"epochs": float(settings.epochs), "best_epoch": float(best_epoch or settings.epochs)}
+    if kept:
+        facts |= {"validation_score": best[0], "validation_log_likelihood": best[1]}
+    return facts
+
+
+def _no_bank(backbone: Backbone) -> Tensor:
+    return torch.zeros(0, backbone.embed_dim, dtype=backbone.lane_dtype, device=backbone.device)
