@@ -11,6 +11,7 @@ from qtuning.config import make_settings
 from qtuning.evaluation import backward_transfer
 from qtuning.methods import make_method
 from qtuning.methods.ewc import ewc_penalty, fisher_diagonal
+from qtuning.methods.multitask import JointHooks
 from qtuning.methods.replaying import ReplayHooks, choose_memory, project
 from qtuning.pack import Pack
 from qtuning.seeding import numpy_generator
@@ -116,6 +117,23 @@ def test_replay_comes_every_few_steps_with_a_batch_of_each_task() -> None:
     assert float(weight) > 0.5
 
 
+def test_multi_task_training_sees_every_task_in_every_step() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    class Other(list):
+        def loss(self, places):
+            seen.append((self[0], tuple(places)))
+            return (weight - len(self)).square().sum()
+
+    hooks = JointHooks([Other("aaa"), Other("bbbbb")], 2, torch.Generator().manual_seed(0))
+    for _ in range(6):
+        assert float(hooks.penalty().detach()) == 9 + 25  # the sum of both losses
+    assert [name for name, _ in seen] == ["a", "b"] * 6
+    drawn = [i for name, places in seen if name == "a" for i in places]
+    assert sorted(drawn[:3]) == sorted(drawn[3:6]) == [0, 1, 2]  # a short task begins again
+
+
 def test_a_memory_survives_saving(bert, tmp_path) -> None:
     from qtuning import QTuner
 
@@ -133,11 +151,11 @@ def test_a_memory_survives_saving(bert, tmp_path) -> None:
 def test_one_model_that_moves_on_forgets_and_a_model_per_task_does_not() -> None:
     """Opposite label words for the same texts: what helps one task hurts the other."""
     backbone = make_backbone("gpt2")
-    tasks = [make_task("first", ("negative", "positive"), rows=14),
-             make_task("second", ("positive", "negative"), rows=14)]  # fmt: skip
+    tasks = [make_task("first", ("negative", "positive"), rows=20),
+             make_task("second", ("positive", "negative"), rows=20)]  # fmt: skip
     transfer = {}
     for name in ("continual-finetune", "per-task-finetune"):
-        flat = {**SMALL, "weights_lr": 3e-3, "head_lr": 1e-3, "epochs": 25, "shots": 8}
+        flat = {**SMALL, "weights_lr": 1e-2, "epochs": 30, "shots": 12, "validate_every": 5}
         settings = make_settings(**flat)
         method = make_method(name, backbone, *settings)
         result = run_stream(method, backbone, tasks, settings[1])

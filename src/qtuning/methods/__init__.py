@@ -67,7 +67,17 @@ class MethodInfo:
 
 
 _REGISTRY: dict[str, MethodInfo] = {}
-_FILES = ("qtuning", "prompting", "carrying", "probing", "asking", "finetuning", "replaying", "ewc")
+_FILES = (
+    "qtuning",
+    "prompting",
+    "carrying",
+    "probing",
+    "asking",
+    "finetuning",
+    "replaying",
+    "ewc",
+    "multitask",
+)
 
 
 def register(info: MethodInfo) -> None:

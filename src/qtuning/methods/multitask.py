@@ -1,0 +1,76 @@
+"""Multi-task training: all tasks so far at once, from the pretrained weights (protocol 1.3, MTL).
+
+Every step sums the losses of one batch of each task; shorter tasks begin again when they end. It keeps all
+training texts and trains anew whenever a task is added, so it is a bound and not a continual learner.
+
+Relations: `replay` with everything kept, in every step, and without a past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from qtuning.backbones import Backbone, Head
+from qtuning.config import MethodSettings, TrainSettings
+from qtuning.lanes import Report
+from qtuning.methods import MethodInfo, register
+from qtuning.methods.finetuning import WeightState
+from qtuning.methods.replaying import WithMemory
+from qtuning.seeding import torch_generator
+from qtuning.tasks import Split, Task
+from qtuning.weights import Examples, Hooks
+
+
+class JointHooks(Hooks):
+    """One batch of every other task, added to the loss of every step."""
+
+    def __init__(self, others: Sequence[Examples], batch: int, generator: torch.Generator):
+        self.others, self.batch, self.generator = others, batch, generator
+        self.pending: list[list[int]] = [[] for _ in others]
+
+    def penalty(self) -> Tensor | None:
+        """The sum of the other tasks' losses."""
+        if not self.others:
+            return None
+        losses = []
+        for i, other in enumerate(self.others):
+            if not self.pending[i]:
+                self.pending[i] = torch.randperm(len(other), generator=self.generator).tolist()
+            places, self.pending[i] = self.pending[i][: self.batch], self.pending[i][self.batch :]
+            losses.append(other.loss(places))
+        return torch.stack(losses).sum()
+
+
+class MultiTask(WithMemory):
+    """The bound."""
+
+    def __init__(self, backbone: Backbone, settings: MethodSettings, train: TrainSettings):
+        super().__init__(backbone, replace(settings, replay_share=1.0), train)
+
+    def learn(
+        self, state: WeightState, task: Task, split: Split, report: Report | None = None
+    ) -> WeightState:
+        """All tasks so far, from the beginning."""
+        return super().learn(replace(state, weights={}), task, split, report)
+
+    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+        """Every earlier task in every step."""
+        generator = torch_generator(state.seed, state.learnt, "multi-task")
+        return JointHooks(self.memories(state, old), self.train.batch_size, generator)
+
+
+register(
+    MethodInfo(
+        name="multi-task",
+        description="one model trained on all tasks so far at once; a bound, not a continual learner",
+        paper="Caruana, 1997, Machine Learning 28",
+        make=MultiTask,
+        forgets=True,
+        stores_data=True,
+        packable=False,
+    )
+)
