@@ -49,6 +49,7 @@ growth: setup                    ## cost per task as the stream grows: perf/resu
 speed-cpu: setup                 ## ours against the peers on two threads: perf/results/speed-t5-small-cpu.json
 	$(PIP) peft
 	$(BIN)/python perf/speed.py --geometry t5-small --device cpu
+	$(BIN)/python perf/speed.py --geometry t5-small --device cpu --dtype bf16
 	$(BIN)/python perf/summary.py
 
 speed-gpu: setup                 ## the same on a CUDA card, T5-large geometry and SmolLM2; about five minutes

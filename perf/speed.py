@@ -418,8 +418,9 @@ def main() -> None:
         "setting": {"reference padded to": PADDED, "reference generates": TARGET_LENGTH - 1},
     }  # fmt: skip
     given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / f"speed-{given.geometry}-{'gpu' if on_card else 'cpu'}.json"
     dtype = given.dtype or ("bf16" if on_card else "fp32")
+    kind = "gpu" if on_card else "cpu" if dtype == "fp32" else f"cpu-{dtype}"
+    path = given.output / f"speed-{given.geometry}-{kind}.json"
     study = Study(given.geometry, given.device, dtype, path, head)
     study.add_peers()
     study.add_ours(1, "eager")

@@ -17,6 +17,7 @@ COMMANDS = {
     "speed-t5-large-gpu.json": "make speed-gpu",
     "speed-smollm2-135m-gpu.json": "make speed-gpu",
     "speed-t5-small-cpu.json": "make speed-cpu",
+    "speed-t5-small-cpu-bf16.json": "make speed-cpu",
 }
 
 
@@ -101,6 +102,14 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     "cpu_peft_x": (
         "speed-t5-small-cpu.json",
         lambda r: best_peft(r) / milliseconds(r, "ours alone, eager"),
+    ),
+    "cpu_bf16_train_x": (
+        "speed-t5-small-cpu-bf16.json",
+        lambda r: milliseconds(r, "reference step") / milliseconds(r, "ours alone, eager"),
+    ),
+    "cpu_bf16_eval_x": (
+        "speed-t5-small-cpu-bf16.json",
+        lambda r: milliseconds(r, "reference row") / milliseconds(r, "ours row, eager"),
     ),
     "growth_time_1000_over_12": ("speed-t5-large-gpu.json", growth_ratio),
 }

@@ -82,10 +82,11 @@ class Quiz:
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
         lengths = [
-            len(row.slots) + len(row.tokens.ids) + answers[i].longest
+            len(row.slots) + len(row.tokens.ids) + answers[i].longest * len(row.paths)
             for row, i in zip(rows, asked, strict=True)
         ]
-        weight = [len(row.paths) for row in rows]
+        # where the answer follows the text, every path has a copy of it
+        weight = [len(row.paths) if backbone.answer_follows_text else 1 for row in rows]
         self.batches = [
             _QuizBatch.build(backbone, places, rows, asked, answers)
             for places in batches_by_length(lengths, backbone, weight)

@@ -39,3 +39,21 @@ def test_the_committed_figures_say_how_they_were_made() -> None:
     assert max(times) < 1.2 * min(times)
     assert found["prog-prompt"][2]["step_ms"] > 3 * found["prog-prompt"][0]["step_ms"]
     assert (PERF / "results" / "growth.png").stat().st_size > 10_000
+
+
+def test_the_summary_says_what_the_files_say() -> None:
+    spec = importlib.util.spec_from_file_location("summary", PERF / "summary.py")
+    summary = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(summary)
+    committed = json.loads((PERF / "results" / "summary.json").read_text())
+    assert committed == summary.summarise()
+    assert committed["cpu_train_x"]["value"] > 4
+    for figure in committed.values():
+        assert figure["value"] is not None or figure["to_measure"].startswith("make ")
+
+
+def test_the_performance_page_quotes_the_summary() -> None:
+    committed = json.loads((PERF / "results" / "summary.json").read_text())
+    page = (PERF.parent / "docs" / "performance.md").read_text()
+    for name in ("cpu_train_x", "cpu_bf16_train_x", "cpu_eval_x", "cpu_bf16_eval_x", "cpu_peft_x"):
+        assert f"{committed[name]['value']:.1f} " in page, name

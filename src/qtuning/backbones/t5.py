@@ -172,8 +172,13 @@ def _self_attention(
     normed = norm(states, scale, eps)
     query, key, value = (_split(normed, weight, heads) for weight in (q, k, v))
     mask = mask.expand(len(states), -1, -1, -1)
-    with sdpa_kernel(FASTEST, set_priority=True):
-        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
+    if states.device.type == "cpu" and states.dtype == torch.bfloat16:
+        # the CPU's fused kernel is slower than two products in this number type
+        share = torch.softmax(query @ key.transpose(2, 3) + mask, dim=-1, dtype=torch.float32)
+        found = share.to(states.dtype) @ value
+    else:
+        with sdpa_kernel(FASTEST, set_priority=True):
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
     return states + F.linear(found.transpose(1, 2).flatten(2), o)
 
 
