@@ -41,6 +41,11 @@ def best_peft(record: dict[str, Any]) -> float:
     return min(milliseconds(record, f"peft step, {way}") for way in ("eager", "sdpa"))
 
 
+def over_reference(record: dict[str, Any], what: str, ours: str) -> float:
+    """How many times as fast as the reference loop's step or row."""
+    return milliseconds(record, f"reference {what}") / milliseconds(record, ours)
+
+
 def growth_ratio(record: dict[str, Any]) -> float:
     """Q-tuning's step at task 1,000 over that at task 12."""
     steps = {e["task"]: e["step_ms"] for e in record["growth"] if e["method"] == "q-tuning"}
@@ -50,7 +55,7 @@ def growth_ratio(record: dict[str, Any]) -> float:
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     "train_single_x": (
         "speed-t5-large-gpu.json",
-        lambda r: milliseconds(r, "reference step") / milliseconds(r, "ours alone, compiled"),
+        lambda r: over_reference(r, "step", "ours alone, compiled"),
     ),
     "train_packed_x": (
         "speed-t5-large-gpu.json",
@@ -66,7 +71,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     ),
     "eval_x": (
         "speed-t5-large-gpu.json",
-        lambda r: milliseconds(r, "reference row") / milliseconds(r, "ours row, compiled"),
+        lambda r: over_reference(r, "row", "ours row, compiled"),
     ),
     "epoch_x": (
         "speed-t5-large-gpu.json",
@@ -93,11 +98,11 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     ),
     "cpu_train_x": (
         "speed-t5-small-cpu.json",
-        lambda r: milliseconds(r, "reference step") / milliseconds(r, "ours alone, eager"),
+        lambda r: over_reference(r, "step", "ours alone, eager"),
     ),
     "cpu_eval_x": (
         "speed-t5-small-cpu.json",
-        lambda r: milliseconds(r, "reference row") / milliseconds(r, "ours row, eager"),
+        lambda r: over_reference(r, "row", "ours row, eager"),
     ),
     "cpu_peft_x": (
         "speed-t5-small-cpu.json",
@@ -105,11 +110,11 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
     ),
     "cpu_bf16_train_x": (
         "speed-t5-small-cpu-bf16.json",
-        lambda r: milliseconds(r, "reference step") / milliseconds(r, "ours alone, eager"),
+        lambda r: over_reference(r, "step", "ours alone, eager"),
     ),
     "cpu_bf16_eval_x": (
         "speed-t5-small-cpu-bf16.json",
-        lambda r: milliseconds(r, "reference row") / milliseconds(r, "ours row, eager"),
+        lambda r: over_reference(r, "row", "ours row, eager"),
     ),
     "growth_time_1000_over_12": ("speed-t5-large-gpu.json", growth_ratio),
 }

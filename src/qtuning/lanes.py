@@ -188,6 +188,9 @@ class _Engine:
         self.at_once = planned or backbone.at_once or lanes_that_fit(backbone, lanes, settings)
         self.running: list[Fit] = []
         self._times: list[float] = []
+        if backbone.compile != "off":
+            backbone.is_captured = backbone.device.type == "cuda"
+            backbone.is_compiled = backbone.is_compiled or backbone.compile == "on"
         self._pack([])
 
     def _pack(self, kept: Sequence[Fit]) -> None:
@@ -212,7 +215,6 @@ class _Engine:
     def step(self) -> list[Fit]:
         """One step of every running lane; those that ended an epoch."""
         batches = [fit.next_batch() for fit in self.running]
-        self._decide_to_compile()
         while (failure := self._try(batches)) is not None:
             is_memory = failure.startswith("OutOfMemoryError")
             if is_memory and len(self.running) > 1:
@@ -239,6 +241,7 @@ class _Engine:
             self.pack.step(batches, [fit.step for fit in self.running])
             if is_timed:
                 self._times.append(self._now() - began)
+                self._compile_if_it_pays()
         except Exception as error:
             fast = self.backbone.is_compiled or self.backbone.is_captured
             if not fast and not isinstance(error, torch.OutOfMemoryError):
@@ -250,24 +253,21 @@ class _Engine:
     @property
     def _is_deciding(self) -> bool:
         backbone = self.backbone
-        return backbone.compile == "auto" and backbone.is_captured and not backbone.is_compiled
+        is_open = backbone.compile == "auto" and backbone.is_captured and not backbone.is_compiled
+        return is_open and len(self._times) < TIMED_STEPS
 
     def _now(self) -> float:
         torch.cuda.synchronize(self.backbone.device)
         return time.perf_counter()
 
-    def _decide_to_compile(self) -> None:
-        """With `auto`, time a few captured steps and compile if the steps ahead would repay it."""
-        backbone = self.backbone
-        if backbone.is_compiled or backbone.compile == "off":
+    def _compile_if_it_pays(self) -> None:
+        """After a few timed steps, once: if the steps ahead would repay it."""
+        if len(self._times) < TIMED_STEPS:
             return
-        backbone.is_captured = backbone.device.type == "cuda"
-        backbone.is_compiled = backbone.compile == "on"
-        if self._is_deciding and len(self._times) == TIMED_STEPS:
-            ahead = max(fit.steps_ahead for fit in self.running) * self.tasks_ahead
-            if compiling_pays(ahead, min(self._times)):
-                backbone.is_compiled = True
-                self.pack.graphs.forget()
+        ahead = max(fit.steps_ahead for fit in self.running) * self.tasks_ahead
+        if compiling_pays(ahead, min(self._times)):
+            self.backbone.is_compiled = True
+            self.pack.graphs.forget()
 
     def _slower(self, failure: str) -> None:
         """Go on without what failed. The step changed nothing: tensors are moved last."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +12,8 @@ from qtuning.errors import TaskError, unknown
 from qtuning.scoring import Answerer, Query, exact_matches, score
 from qtuning.snapshots import Snapshot, answering
 from qtuning.tasks import Text
+
+Found = TypeVar("Found")
 
 
 class Predictor:
@@ -82,14 +84,12 @@ class RoutedPredictor(Predictor):
 
     def log_probs(self, texts: Sequence[Text], tasks: Sequence[str]) -> list[Tensor]:
         """Log-probabilities [labels of its task] for each text."""
-        found: dict[int, Tensor] = {}
-        for name in dict.fromkeys(tasks):
-            places = [i for i, task in enumerate(tasks) if task == name]
-            own = [texts[i] for i in places]
-            found |= dict(
-                zip(places, self._one(name).log_probs(own, [name] * len(own)), strict=True)
-            )
-        return [found[i] for i in range(len(texts))]
+        return self._by_task(
+            tasks,
+            lambda one, name, places: one.log_probs(
+                [texts[i] for i in places], [name] * len(places)
+            ),
+        )
 
     def exact_matches(
         self,
@@ -99,21 +99,29 @@ class RoutedPredictor(Predictor):
         max_tokens: int | None = None,
     ) -> list[bool]:
         """Whether greedy generation would write exactly the gold label words, for each text."""
-        found: dict[int, bool] = {}
-        for name in dict.fromkeys(tasks):
-            places = [i for i, task in enumerate(tasks) if task == name]
-            own = [texts[i] for i in places]
-            hits = self._one(name).exact_matches(
-                own, [name] * len(own), [gold[i] for i in places], max_tokens
-            )
-            found |= dict(zip(places, hits, strict=True))
-        return [found[i] for i in range(len(texts))]
+        return self._by_task(
+            tasks,
+            lambda one, name, places: one.exact_matches(
+                [texts[i] for i in places],
+                [name] * len(places),
+                [gold[i] for i in places],
+                max_tokens,
+            ),
+        )
 
-    def _one(self, name: str) -> Predictor:
-        if name not in self.snapshots:
-            raise TaskError(unknown("task", name, self.snapshots))
-        backbone, snapshot = answering(self.backbone, self.state, name)
-        return Predictor(backbone, {name: snapshot})
+    def _by_task(
+        self, tasks: Sequence[str], ask: Callable[[Predictor, str, list[int]], list[Found]]
+    ) -> list[Found]:
+        """The answers to all texts, each task's from a predictor of its own."""
+        found: dict[int, Found] = {}
+        for name in dict.fromkeys(tasks):
+            if name not in self.snapshots:
+                raise TaskError(unknown("task", name, self.snapshots))
+            backbone, snapshot = answering(self.backbone, self.state, name)
+            places = [i for i, task in enumerate(tasks) if task == name]
+            answers = ask(Predictor(backbone, {name: snapshot}), name, places)
+            found |= dict(zip(places, answers, strict=True))
+        return [found[i] for i in range(len(tasks))]
 
 
 def make_predictor(backbone: Backbone, state: Any) -> Predictor:

@@ -37,6 +37,7 @@ from qtuning.lanes import FitState
 from qtuning.snapshots import Snapshot
 from qtuning.stream_loop import Journal, StreamRun
 from qtuning.tasks import Task
+from qtuning.tensors import part
 
 SCHEMA = 1
 
@@ -86,16 +87,10 @@ class RunJournal(Journal):
             run.matrix, run.sampled = _from_json(facts["matrix"]), _from_json(facts["sampled"])
             run.unchanged = facts["unchanged"]
             snapshots = DiskSnapshots(folder / "tasks", run.tasks[: run.done])
-            own = {
-                k.removeprefix("method."): t for k, t in tensors.items() if k.startswith("method.")
-            }
-            run.state = self.method.unpack(own, facts["method"], snapshots)
+            run.state = self.method.unpack(part(tensors, "method"), facts["method"], snapshots)
             run.when_learnt = _Scores(folder / "tasks", run.tasks[: run.done])
             if facts["fit"] is not None:
-                lane = {
-                    k.removeprefix("fit."): t for k, t in tensors.items() if k.startswith("fit.")
-                }
-                fits.append((lane, facts["fit"]))
+                fits.append((part(tensors, "fit"), facts["fit"]))
         return fits or None
 
     # ── committing ───────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ from torch import Tensor
 from qtuning.backbones import Backbone, Head
 from qtuning.scoring import Answerer, Query, score
 from qtuning.tasks import Task, Text
+from qtuning.tensors import part
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,9 @@ class Snapshot:
     ) -> Snapshot:
         """What `tensors` gave, with the card as JSON."""
         about = TaskCard(**{**card, "label_names": tuple(card["label_names"])})
-        has_head = "head.weight" in tensors
-        head = Head(tensors["head.weight"], tensors["head.bias"]) if has_head else None
-        weights = {
-            name.removeprefix("weights."): tensor
-            for name, tensor in tensors.items()
-            if name.startswith("weights.")
-        }
-        return cls(about, tensors["rows"], head, facts, weights)
+        head = part(tensors, "head")
+        weights = part(tensors, "weights")
+        return cls(about, tensors["rows"], Head(**head) if head else None, facts, weights)
 
     def answerer(self, backbone: Backbone) -> Answerer:
         """This task, ready for `scoring.score` on that backbone."""

@@ -25,6 +25,7 @@ from qtuning.objectives import (
     kl_retention,
     label_scores,
 )
+from qtuning.tensors import part
 
 GROUPS = {
     "prompt": "prompt_lr",
@@ -74,12 +75,6 @@ class Lane(Protocol):
     def slots(self, longest_queue: int) -> list[int]:
         """The lane's own rows in a layout whose queue is padded."""
         ...
-
-
-def part(tensors: Mapping[str, Tensor], first: str) -> dict[str, Tensor]:
-    """The tensors whose name begins with that word, without it."""
-    prefix = f"{first}."
-    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
 
 
 def pad_stack(tensors: Sequence[Tensor]) -> Tensor:

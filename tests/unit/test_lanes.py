@@ -10,7 +10,7 @@ import torch
 
 from qtuning.config import make_settings
 from qtuning.errors import TrainingError
-from qtuning.lanes import Fit, Progress, compiling_pays, fit_lanes
+from qtuning.lanes import TIMED_STEPS, Fit, Progress, _Engine, compiling_pays, fit_lanes
 from qtuning.methods import make_method
 from qtuning.pack import Pack
 from qtuning.stack import GROUPS, LaneStack
@@ -359,3 +359,14 @@ def test_a_batch_is_not_filled_up_where_shapes_may_change(bert) -> None:
     (batch,), _ = pack.plan([range(3)], [1])
     assert batch.example.shape == (1, len(lane.train))
     assert batch.is_live.sum() == 3
+
+
+def test_steps_are_timed_until_the_decision_and_no_longer(bert, monkeypatch) -> None:
+    """As on a card, with a clock that stands still for all but the counting."""
+    monkeypatch.setattr("qtuning.lanes._Engine._now", lambda engine: 0.0)
+    engine = _Engine(bert, [one_lane(bert)], make_settings(**SMALL)[1], None, tasks_ahead=1)
+    bert.is_captured = True
+    for _ in range(TIMED_STEPS + 3):
+        engine.step()
+    assert len(engine._times) == TIMED_STEPS
+    assert not bert.is_compiled  # steps that cost nothing cannot repay it

@@ -14,7 +14,7 @@ from qtuning.lanes import Fit, fit_lanes
 from qtuning.methods import make_method
 from qtuning.pack import Pack
 from qtuning.seeding import torch_generator
-from qtuning.stack import part
+from qtuning.tensors import part
 from tests.conftest import SMALL, make_task
 
 LABELS = ("negative", "positive", "neutral")

@@ -137,7 +137,7 @@ def encoder_layer(
     act: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """States [b, s, d], mask [b, heads, s, s] -> states [b, s, d]."""
-    states = _self_attention(states, mask, attention, heads, eps)
+    states = _self_attention(states, mask, attention, heads, eps, is_short=False)
     return _dense(states, feed_forward, eps, act)
 
 
@@ -154,7 +154,7 @@ def decoder_layer(
     act: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """States [p, t, d], encoded [p, s, d], bias [1, heads, t, t], mask [p, 1, s] -> states [p, t, d]."""
-    states = _short_attention(states, bias, own, heads, eps)
+    states = _self_attention(states, bias, own, heads, eps, is_short=True)
     states = _absorbed_attention(states, encoded, mask, cross, heads, eps)
     return _dense(states, feed_forward, eps, act)
 
@@ -166,31 +166,20 @@ def _split(states: Tensor, weight: Tensor, heads: int) -> Tensor:
 
 
 def _self_attention(
-    states: Tensor, mask: Tensor, weights: Weights, heads: int, eps: float
+    states: Tensor, mask: Tensor, weights: Weights, heads: int, eps: float, *, is_short: bool
 ) -> Tensor:
+    """States [b, s, d], mask [b or 1, heads, s, s] -> states [b, s, d]."""
     scale, q, k, v, o = weights
     normed = norm(states, scale, eps)
     query, key, value = (_split(normed, weight, heads) for weight in (q, k, v))
-    mask = mask.expand(len(states), -1, -1, -1)
-    if states.device.type == "cpu" and states.dtype == torch.bfloat16:
-        # the CPU's fused kernel is slower than two products in this number type
-        share = torch.softmax(query @ key.transpose(2, 3) + mask, dim=-1, dtype=torch.float32)
-        found = share.to(states.dtype) @ value
+    # fused kernels do not take a few positions, and on a CPU are slower than two products in bfloat16
+    if is_short or (states.device.type == "cpu" and states.dtype == torch.bfloat16):
+        scores = query @ key.transpose(2, 3) + mask
+        found = torch.softmax(scores, dim=-1, dtype=_wide(scores)).to(states.dtype) @ value
     else:
         with sdpa_kernel(FASTEST, set_priority=True):
             found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
     return states + F.linear(found.transpose(1, 2).flatten(2), o)
-
-
-def _short_attention(
-    states: Tensor, bias: Tensor, weights: Weights, heads: int, eps: float
-) -> Tensor:
-    """Self-attention of a few positions, too few for the fused kernels."""
-    scale, q, k, v, o = weights
-    normed = norm(states, scale, eps)
-    query, key, value = (_split(normed, weight, heads) for weight in (q, k, v))
-    share = torch.softmax(query @ key.transpose(2, 3) + bias, dim=-1)
-    return states + F.linear((share @ value).transpose(1, 2).flatten(2), o)
 
 
 def _absorbed_attention(

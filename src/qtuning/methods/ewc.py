@@ -14,11 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtuning.backbones import Head
 from qtuning.methods import MethodInfo, register
-from qtuning.methods.finetuning import ContinualFineTune, WeightState
-from qtuning.tasks import Split, Task
-from qtuning.weights import Examples, Hooks
+from qtuning.methods.finetuning import ContinualFineTune, Lesson, WeightState
+from qtuning.weights import Hooks
 
 
 def fisher_diagonal(
@@ -67,24 +65,17 @@ class EWCHooks(Hooks):
 class EWC(ContinualFineTune):
     """Online EWC: one anchor, Fisher information summed over tasks."""
 
-    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+    def hooks(self, state: WeightState, lesson: Lesson) -> Hooks:
         """The penalty, from the second task on."""
         if not state.extra:
             return Hooks()
         parameters = dict(self.worker.model.named_parameters())
         return EWCHooks(parameters, state.weights, state.extra, self.settings.ewc_strength)
 
-    def after(
-        self,
-        state: WeightState,
-        task: Task,
-        split: Split,
-        train: Examples,
-        old: dict[str, Head],
-        facts: dict[str, float],
-    ) -> WeightState:
+    def after(self, state: WeightState, lesson: Lesson, facts: dict[str, float]) -> WeightState:
         """Add this task's Fisher information."""
-        new = super().after(state, task, split, train, old, facts)
+        new = super().after(state, lesson, facts)
+        train = lesson.train
         parameters = dict(self.worker.model.named_parameters())
         found = fisher_diagonal(lambda i: train.loss([i]), len(train), list(parameters.values()))
         fisher = {

@@ -20,6 +20,7 @@ from qtuning.methods import MethodInfo, register
 from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task
+from qtuning.tensors import part
 from qtuning.weights import (
     Examples,
     Hooks,
@@ -59,6 +60,17 @@ class WeightState:
         return self.worker, snapshot
 
 
+@dataclass(frozen=True)
+class Lesson:
+    """One task as it is being learnt."""
+
+    task: Task
+    split: Split
+    train: Examples
+    heads: dict[str, Head]
+    """Of earlier tasks, ready to be trained."""
+
+
 class ContinualFineTune:
     """One model, tasks in turn. Subclasses protect what it knew, by hooks and by what they remember."""
 
@@ -86,39 +98,31 @@ class ContinualFineTune:
         head = make_head(self.worker, len(task.label_names), generator)
         train = make_examples(self.worker, task, split.train, head)
         validation = make_examples(self.worker, task, split.validation, head)
-        old = {name: _trainable(h, self.worker.device) for name, h in state.heads.items()}
-        hooks = self.hooks(state, train, old)
+        heads = {name: _trainable(h, self.worker.device) for name, h in state.heads.items()}
+        lesson = Lesson(task, split, train, heads)
+        hooks = self.hooks(state, lesson)
         order = torch_generator(state.seed, state.learnt, task.name, "order")
         names = (f"{task.name}, seed {state.seed}", task.name)
-        others = (
-            [t for h in old.values() for t in (h.weight, h.bias)] if self.trains_old_heads else []
-        )
+        moving = heads.values() if self.trains_old_heads else ()
+        others = [tensor for h in moving for tensor in (h.weight, h.bias)]
         facts = fit_weights(
             train, validation, task.metric, self.train, order, hooks, others, report, names
         )
-        return self.after(state, task, split, train, old, facts)
+        return self.after(state, lesson, facts)
 
-    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+    def hooks(self, state: WeightState, lesson: Lesson) -> Hooks:
         """What is done beside the plain loss."""
         return Hooks()
 
-    def after(
-        self,
-        state: WeightState,
-        task: Task,
-        split: Split,
-        train: Examples,
-        old: dict[str, Head],
-        facts: dict[str, float],
-    ) -> WeightState:
+    def after(self, state: WeightState, lesson: Lesson, facts: dict[str, float]) -> WeightState:
         """The new state, from the worker as training left it."""
-        weights = read_weights(self.worker)
-        head = _kept(train.head) if train.head else None
+        task, weights = lesson.task, read_weights(self.worker)
+        head = _kept(lesson.train.head) if lesson.train.head else None
         empty = torch.zeros(0, self.backbone.embed_dim)
-        recorded = {**facts, "seed": state.seed, "split": split.sizes, "rows": 0}
+        recorded = {**facts, "seed": state.seed, "split": lesson.split.sizes, "rows": 0}
         own = weights if self.keeps_weights else {}
         snapshot = Snapshot(TaskCard.of(task), empty, head, recorded, own)
-        heads = {name: _kept(h) for name, h in old.items()}
+        heads = {name: _kept(h) for name, h in lesson.heads.items()}
         if head:
             heads[task.name] = head
         return replace(
@@ -142,19 +146,11 @@ class ContinualFineTune:
         self, tensors: dict[str, Tensor], facts: dict[str, Any], snapshots: dict[str, Snapshot]
     ) -> WeightState:
         """The state that `pack` described."""
-
-        def group(first: str) -> dict[str, Tensor]:
-            return {
-                k.removeprefix(f"{first}."): t
-                for k, t in tensors.items()
-                if k.startswith(f"{first}.")
-            }
-
         heads = {
             n: Head(tensors[f"head.{n}.weight"], tensors[f"head.{n}.bias"]) for n in facts["heads"]
         }
         return WeightState(
-            facts["seed"], self.worker, group("weights"), heads, group("extra"), facts["memory"],
+            facts["seed"], self.worker, part(tensors, "weights"), heads, part(tensors, "extra"), facts["memory"],
             facts["learnt"], snapshots,
         )  # fmt: skip
 

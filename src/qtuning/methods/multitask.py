@@ -14,13 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qtuning.backbones import Backbone, Head
+from qtuning.backbones import Backbone
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report
 from qtuning.methods import MethodInfo, register
 from qtuning.methods.finetuning import WeightState
 from qtuning.methods.replaying import WithMemory
-from qtuning.seeding import torch_generator
 from qtuning.tasks import Split, Task
 from qtuning.weights import Examples, Hooks
 
@@ -57,10 +56,9 @@ class MultiTask(WithMemory):
         """All tasks so far, from the beginning."""
         return super().learn(replace(state, weights={}), task, split, report)
 
-    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+    def use(self, memories: Sequence[Examples], generator: torch.Generator) -> Hooks:
         """Every earlier task in every step."""
-        generator = torch_generator(state.seed, state.learnt, "multi-task")
-        return JointHooks(self.memories(state, old), self.train.batch_size, generator)
+        return JointHooks(memories, self.train.batch_size, generator)
 
 
 register(

@@ -27,8 +27,8 @@ from qtuning.queue import PromptQueue
 from qtuning.scoring import read_all
 from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
-from qtuning.stack import part
 from qtuning.tasks import Split, Task
+from qtuning.tensors import part
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,12 @@ class QTuning:
         self, tensors: dict[str, Tensor], facts: dict[str, Any], snapshots: dict[str, Snapshot]
     ) -> QState:
         """The state that `pack` described."""
-        mlp = {
-            k.removeprefix("shared_mlp."): t
-            for k, t in tensors.items()
-            if k.startswith("shared_mlp.")
-        }
         fresh = self.start(facts["seed"])
         return self.state_class(
             seed=facts["seed"],
             queue=replace(fresh.queue, rows=tensors["queue"]),
             shared_prefix=tensors["shared_prefix"],
-            shared_mlp=mlp,
+            shared_mlp=part(tensors, "shared_mlp"),
             last_layout=tensors["last_layout"],
             learnt=facts["learnt"],
             snapshots=snapshots,

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from qtuning.backbones import Backbone, Head
 from qtuning.methods import MethodInfo, register
-from qtuning.methods.finetuning import ContinualFineTune, WeightState
+from qtuning.methods.finetuning import ContinualFineTune, Lesson, WeightState
 from qtuning.seeding import numpy_generator, torch_generator
 from qtuning.snapshots import TaskCard
-from qtuning.tasks import Rows, Split, Task
+from qtuning.tasks import Rows
 from qtuning.weights import Examples, Hooks
 
 
@@ -38,28 +38,25 @@ class WithMemory(ContinualFineTune):
 
     trains_old_heads = True
 
-    def memories(self, state: WeightState, old: dict[str, Head]) -> list[Examples]:
-        """What is kept, as examples for the worker."""
-        return [
-            _remembered(self.worker, kept, old.get(name)) for name, kept in state.memory.items()
+    def hooks(self, state: WeightState, lesson: Lesson) -> Hooks:
+        """What is kept, as examples for the worker, and what the method does with them."""
+        memories = [
+            _remembered(self.worker, kept, lesson.heads.get(name))
+            for name, kept in state.memory.items()
         ]
+        return self.use(memories, torch_generator(state.seed, state.learnt, "memory"))
 
-    def after(
-        self,
-        state: WeightState,
-        task: Task,
-        split: Split,
-        train: Examples,
-        old: dict[str, Head],
-        facts: dict[str, float],
-    ) -> WeightState:
+    def use(self, memories: Sequence[Examples], generator: torch.Generator) -> Hooks:
+        """What the method does with its memory, drawing from it by the generator."""
+        raise NotImplementedError
+
+    def after(self, state: WeightState, lesson: Lesson, facts: dict[str, float]) -> WeightState:
         """Some of this task's texts are kept too."""
-        new = super().after(state, task, split, train, old, facts)
+        new = super().after(state, lesson, facts)
+        task, train = lesson.task, lesson.split.train
         generator = numpy_generator(state.seed, state.learnt, task.name, "memory")
-        places = choose_memory(
-            split.train, len(task.label_names), self.settings.replay_share, generator
-        )
-        kept = split.train.at(places)
+        share = self.settings.replay_share
+        kept = train.at(choose_memory(train, len(task.label_names), share, generator))
         entry = {
             "texts": [list(t) if isinstance(t, tuple) else t for t in kept.texts],
             "labels": list(kept.labels),
@@ -101,13 +98,9 @@ class ReplayHooks(Hooks):
 class Replay(WithMemory):
     """Data replay."""
 
-    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+    def use(self, memories: Sequence[Examples], generator: torch.Generator) -> Hooks:
         """Replay of what is kept."""
-        generator = torch_generator(state.seed, state.learnt, "replay")
-        settings = self.settings
-        return ReplayHooks(
-            self.memories(state, old), settings.replay_every, self.train.batch_size, generator
-        )
+        return ReplayHooks(memories, self.settings.replay_every, self.train.batch_size, generator)
 
 
 def project(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
@@ -150,10 +143,9 @@ class AGem(WithMemory):
 
     trains_old_heads = False
 
-    def hooks(self, state: WeightState, train: Examples, old: dict[str, Head]) -> Hooks:
+    def use(self, memories: Sequence[Examples], generator: torch.Generator) -> Hooks:
         """Projection against what is kept."""
-        generator = torch_generator(state.seed, state.learnt, "a-gem")
-        return AGemHooks(self.memories(state, old), self.train.batch_size, generator)
+        return AGemHooks(memories, self.train.batch_size, generator)
 
 
 register(
