@@ -52,11 +52,12 @@ speed-cpu: setup                 ## ours against the peers on two threads: perf/
 	$(BIN)/python perf/speed.py --geometry t5-small --device cpu --dtype bf16
 	$(BIN)/python perf/summary.py
 
-speed-gpu: setup                 ## the same on a CUDA card, T5-large geometry and SmolLM2; about five minutes
+speed-gpu: setup                 ## the same on a CUDA card, T5-large geometry and SmolLM2; about six minutes
 	$(PIP) peft
-	$(BIN)/python perf/speed.py --geometry t5-large --captured 1 8 16 --compiled 1 16 48
-	$(BIN)/python perf/speed.py --geometry smollm2-135m --captured 1 16 48 --compiled
+	$(BIN)/python perf/speed.py --geometry t5-large --captured 1 8 16 48 --compiled 1 16 48
+	$(BIN)/python perf/speed.py --geometry smollm2-135m --captured 1 16 48 --compiled 1 48
 	$(BIN)/python perf/attention.py
+	$(BIN)/python perf/picture.py
 	$(BIN)/python perf/summary.py
 
 wheel-test: setup                ## the built wheel in an empty environment runs the demo

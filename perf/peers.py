@@ -14,8 +14,8 @@ from torch import Tensor
 
 PADDED = 512
 """Positions that ProgressivePrompts pads every input to."""
-TARGET_LENGTH = 2
-"""Tokens of an answer, the start token included: its setting for AG News, whose labels these are."""
+TARGET_LENGTH, LONG_TARGET_LENGTH = 2, 5
+"""Tokens of an answer, the start token included: its settings for AG News and for MNLI, say."""
 
 
 class ProgressiveLoop:
@@ -58,14 +58,14 @@ class ProgressiveLoop:
         self.optimiser.step()
         self.optimiser.zero_grad()
 
-    def validate(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        """Generated answers."""
+    def validate(self, texts: Sequence[Sequence[int]], length: int = TARGET_LENGTH) -> Tensor:
+        """Answers generated up to that length, the start token included."""
         self.model.eval()
         with torch.no_grad():
             embeds, mask = self._inputs(texts)
             encoded = self.model.get_encoder()(inputs_embeds=embeds, attention_mask=mask)
             found: Tensor = self.model.generate(
-                encoder_outputs=encoded, attention_mask=mask, max_length=TARGET_LENGTH
+                encoder_outputs=encoded, attention_mask=mask, max_length=length
             )
         return found
 

@@ -22,13 +22,21 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
-from peers import PADDED, TARGET_LENGTH, PeftLoop, ProgressiveLoop, trainer_step_seconds
+from peers import (
+    LONG_TARGET_LENGTH,
+    PADDED,
+    TARGET_LENGTH,
+    PeftLoop,
+    ProgressiveLoop,
+    trainer_step_seconds,
+)
 from tests.conftest import WORDS, make_tokenizer
 
 from qtuning import load_backbone, make_method, wrap_model
@@ -39,6 +47,8 @@ from qtuning.pack import Pack
 from qtuning.tasks import Task
 
 LABELS = ("world", "sport", "business", "science")
+LONG_LABELS = tuple(f"{label} status report" for label in LABELS)
+"""Four tokens with the end token."""
 BATCH, PROMPT, SHARED, QUEUE = 8, 10, 10, 10
 """110 prompt rows: a shared prefix of 10, and a full queue of 100 with the new prompt in it."""
 SHOTS, VALIDATION = 20, 250
@@ -65,17 +75,17 @@ def build(geometry: str, device: str, dtype: str):
     return model, wrap_model(model, make_tokenizer("t5"), name=geometry, max_length=PADDED)
 
 
-def make_task(words: int, validation: int) -> Task:
+def make_task(words: int, validation: int, names: tuple[str, ...] = LABELS) -> Task:
     """Texts of up to so many words: 20 per class to train, the rest to validate."""
     generator = torch.Generator().manual_seed(1)
     texts, labels, splits = [], [], []
-    for i in range(len(LABELS) * (SHOTS + validation)):
+    for i in range(len(names) * (SHOTS + validation)):
         length = words - int(torch.randint(5, (1,), generator=generator))
         drawn = torch.randint(len(WORDS), (length,), generator=generator).tolist()
         texts.append(" ".join(WORDS[k] for k in drawn))
-        labels.append(LABELS[i % len(LABELS)])
-        splits.append("train" if i < len(LABELS) * SHOTS else "validation")
-    splits[-len(LABELS) :] = ["test"] * len(LABELS)
+        labels.append(names[i % len(names)])
+        splits.append("train" if i < len(names) * SHOTS else "validation")
+    splits[-len(names) :] = ["test"] * len(names)
     return Task("speed", texts, labels, splits=splits)
 
 
@@ -215,7 +225,11 @@ class Study:
         self.model, self.backbone = build(geometry, device, dtype)
         self.is_causal = self.backbone.family == "causal"
         words = 87 if self.is_causal else 89
-        self.task = make_task(words, VALIDATION if self.on_card else 12)
+        self.tasks = [
+            make_task(words, VALIDATION if self.on_card else 12, names)
+            for names in (LABELS, LONG_LABELS)
+        ]
+        self.task = self.tasks[0]
         lane = Ours(self.backbone, self.task, 1).fits[0].lane
         self.rows = len(lane.layout(lane.tensors))
         self.texts = [tokens.ids for tokens in lane.train]
@@ -246,7 +260,9 @@ class Study:
         if not self.is_causal:
             peer = ProgressiveLoop(self.model, self.rows, PROMPT)
             self.bench.add("reference step", lambda: peer.step(*self.batch()), few)
-            self.bench.add("reference row", lambda: peer.validate(self.batch()[0]), few, BATCH)
+            for name, length in ("row", TARGET_LENGTH), ("row, long answer", LONG_TARGET_LENGTH):
+                validate = partial(peer.validate, self.batch()[0], length)
+                self.bench.add(f"reference {name}", validate, few, BATCH)
         self.peft = {}
         for attention in ("eager", "sdpa"):
             self.model.set_attn_implementation(attention)
@@ -267,12 +283,12 @@ class Study:
         except torch.OutOfMemoryError:
             print(f"  {name}, {way}: does not fit", flush=True)
 
-    def add_rows(self, lanes: int, way: str) -> None:
+    def add_rows(self, lanes: int) -> None:
         """Validation of so many lanes together."""
-        ours = Ours(self.backbone, self.task, lanes)
-        count = lanes * len(ours.fits[0].lane.validation)
-        step = in_mode(self.backbone, way, ours.validate)
-        self.bench.add(f"ours row, {way}", step, 1, count, warm_up=1)
+        for name, task in zip(("row", "row, long answer"), self.tasks, strict=True):
+            ours = Ours(self.backbone, task, lanes)
+            count = lanes * len(ours.fits[0].lane.validation)
+            self.bench.add(f"ours {name}", ours.validate, 1, count, warm_up=1)
 
     def measure(self, rounds: int) -> None:
         """Everything that was added, in turns."""
@@ -310,7 +326,8 @@ class Study:
         Q-tuning evicts at all of them, so retention is on. The queue's values are random, because
         a step's cost does not depend on them.
         """
-        bench, found = Bench(self.device), []
+        self.bench = Bench(self.device)  # gives back the memory of what was measured before
+        bench, found = self.bench, []
         self.backbone.max_length = 12_000  # T5 counts distances, not positions
         for number in numbers:
             for method in ("q-tuning", "prog-prompt"):
@@ -369,9 +386,8 @@ def epochs(record: dict) -> dict[str, float]:
     results = record["results"]
     steps = -(-record["train_rows"] // record["batch_size"])
     rows = len(LABELS) * VALIDATION
-    own_row = "ours row, compiled" if "ours row, compiled" in results else "ours row, eager"
     found = {"reference": ("reference step", "reference row")}
-    found |= {n: (n, own_row) for n in results if n.startswith("ours ") and " row," not in n}
+    found |= {n: (n, "ours row") for n in results if n.startswith("ours ") and "ours row" not in n}
     return {
         name: steps * results[step]["ms"] + rows * results[row]["ms"]
         for name, (step, row) in found.items()
@@ -415,7 +431,11 @@ def main() -> None:
         "command": " ".join(["python", "perf/speed.py", *sys.argv[1:]]).replace(str(given.output), "perf/results"),
         "date": date.today().isoformat(),
         "versions": environment(given.device),
-        "setting": {"reference padded to": PADDED, "reference generates": TARGET_LENGTH - 1},
+        "setting": {
+            "reference padded to": PADDED,
+            "reference generates": TARGET_LENGTH - 1,
+            "long answers": LONG_TARGET_LENGTH - 1,
+        },
     }  # fmt: skip
     given.output.mkdir(parents=True, exist_ok=True)
     dtype = given.dtype or ("bf16" if on_card else "fp32")
@@ -426,11 +446,11 @@ def main() -> None:
     study.add_ours(1, "eager")
     for lanes in captured:
         study.add_ours(lanes, "captured")
-    if on_card:
-        study.add_ours(16, "captured", retention=True)
     for lanes in compiled:
         study.add_ours(lanes, "compiled")
-    study.add_rows(4 if on_card else 1, "compiled" if compiled else "eager")
+    if on_card:
+        study.add_ours(16, "compiled" if compiled else "captured", retention=True)
+    study.add_rows(4 if on_card else 1)
     study.measure(given.rounds)
     for name, value in study.record["results"].items():
         print(f"{name:45} {value['ms']:10.3f} ms   {value.get('peak_gib', 0):6.1f} GiB", flush=True)

@@ -97,10 +97,9 @@ class Pack:
                     k, 0
                 ]  # fills the batch, and counts for nothing
                 is_live[k, : len(batches[i])] = True
-            width = max(width, int(self.lengths[table + example].max()))
+            width = max(width, self._width(table + example))
             if stack.teacher is not None:
-                again = table + len(stack.targets) + example
-                narrow = max(narrow, int(self.lengths[again].max()))
+                narrow = max(narrow, self._width(table + len(stack.targets) + example))
             count = [counts[i] if batches[i] else 0 for i in own]
             inputs.append(
                 Batches(
@@ -113,9 +112,13 @@ class Pack:
         is_apart = 0 < narrow <= NARROW * width
         return inputs, (width, narrow if is_apart else 0)
 
+    def _width(self, rows: np.ndarray) -> int:
+        """Positions that the longest of these rows takes."""
+        return self.backbone.aligned(int(self.lengths[rows].max()))
+
     def compute(self, inputs: Sequence[Batches], widths: Widths) -> Tensor:
         """Losses [lanes] of one step, which is taken. Nothing here waits for the device."""
-        with self.backbone.layers(is_training=True):
+        with self.backbone.training_layers():
             losses = self.forward(inputs, widths)
         trained = [(stack, name) for stack in self.stacks for name in stack.trained]
         gradients = torch.autograd.grad(
@@ -173,7 +176,7 @@ class Pack:
             asked = [i for i in due for _ in self.lanes[i].validation]
             answers = [lane.answers for lane in self.lanes]
             slots = [self.slots(i) for i in range(len(self.lanes))]
-            self._quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers, compiled=True)
+            self._quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers)
         with torch.no_grad():
             bank = torch.cat([stack.bank() for stack in self.stacks])
         found = self._quizzes[key].log_probs(bank, self._heads())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,14 +66,9 @@ class Quiz:
         asked: Sequence[int],
         slots: Sequence[Sequence[int]],
         answers: Sequence[AnswerSet],
-        compiled: bool = False,
     ):
-        """`asked` says, for each text, which of the tasks with these slots and answers it is for.
-
-        With `compiled`, compiled layers are used where the backbone has them. Finished tasks are scored
-        without, so that their scores are the same bytes before and after compiling.
-        """
-        self.backbone, self.may_compile = backbone, compiled
+        """`asked` says, for each text, which of the tasks with these slots and answers it is for."""
+        self.backbone = backbone
         self.labels = torch.tensor(
             [len(each.sequences) for each in answers], device=backbone.device
         )
@@ -105,8 +99,7 @@ class Quiz:
         found = torch.full((self.size, widest), -torch.inf, dtype=self.backbone.lane_dtype)
         found = found.to(bank.device)
         for batch in self.batches:
-            with self.backbone.layers(is_training=False) if self.may_compile else nullcontext():
-                hidden = self.backbone.hidden(batch.reading, bank)
+            hidden = self.backbone.hidden(batch.reading, bank)
             if heads is not None:
                 own = Head(heads.weight[batch.task], heads.bias[batch.task])
                 raw = self.backbone.logits(hidden[:, None], own)[:, 0, 0]

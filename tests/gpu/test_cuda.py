@@ -54,7 +54,10 @@ def test_packed_equals_alone_on_the_card(kind: str) -> None:
 @pytest.mark.parametrize("way", ["captured", "compiled"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "bart"])
 def test_captured_and_compiled_equal_eager(kind: str, way: str) -> None:
-    """float64: 1e-8 after ten steps, most of them replays; bfloat16 is compared by its loss below."""
+    """float64: 1e-8 after ten steps, most of them replays; bfloat16 is compared by its loss below.
+
+    Llama 1e-6: its norm rounds to float32, compiled or not.
+    """
     backbone = on_card(kind, torch.float64)
     eager, fast = make_lanes(backbone), make_lanes(backbone)
     train_steps(backbone, eager, 10)
@@ -62,7 +65,7 @@ def test_captured_and_compiled_equal_eager(kind: str, way: str) -> None:
     train_steps(backbone, fast, 10)
     for a, b in zip(eager, fast, strict=True):
         for x, y in zip(leaves(a), leaves(b), strict=True):
-            assert (x - y).abs().max() < 1e-8
+            assert (x - y).abs().max() < (1e-6 if kind == "llama" else 1e-8)
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "t5"])

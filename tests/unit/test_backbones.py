@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MistralConfig, T5ForConditionalGeneration
 
 from qtuning.backbones import Head, Row, load_backbone, weights_sha256, wrap_model
+from qtuning.backbones.kernels import linear_relu
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.backbones.t5 import T5Layers
 from qtuning.errors import BackboneError, ConfigError
@@ -315,15 +317,27 @@ def test_t5s_layers_give_the_numbers_of_transformers(feed_forward: str) -> None:
     embeds = torch.randn(3, 9, 32)
     filled = torch.arange(9) < torch.tensor([9, 6, 4])[:, None]
     ids = torch.randint(0, 40, (3, 4))
-    with torch.no_grad():
-        encoded = model.get_encoder()(inputs_embeds=embeds, attention_mask=filled.long())[0]
-        decoded = model.get_decoder()(
-            input_ids=ids, encoder_hidden_states=encoded, encoder_attention_mask=filled.long()
-        )[0]
-        torch.testing.assert_close(
-            layers.encode(embeds, filled)[filled], encoded[filled], rtol=0, atol=1e-5
-        )
-        torch.testing.assert_close(layers.decode(ids, encoded, filled), decoded, rtol=0, atol=1e-5)
+    for has_gradient in (True, False):  # without one, sums are made in place
+        with torch.set_grad_enabled(has_gradient):
+            encoded = model.get_encoder()(inputs_embeds=embeds, attention_mask=filled.long())[0]
+            decoded = model.get_decoder()(
+                input_ids=ids, encoder_hidden_states=encoded, encoder_attention_mask=filled.long()
+            )[0]
+            own = layers.encode(embeds.clone(), filled)
+            torch.testing.assert_close(own[filled], encoded[filled], rtol=0, atol=1e-5)
+            again = layers.decode(ids, encoded, filled)
+            torch.testing.assert_close(again, decoded, rtol=0, atol=1e-5)
+
+
+def test_a_product_that_ends_with_relu_has_the_gradients_of_both() -> None:
+    """Against finite differences, and against the two operations one after another."""
+    generator = torch.Generator().manual_seed(0)
+    states, weight = (
+        torch.randn(n, 6, dtype=torch.float64, generator=generator).requires_grad_() for n in (5, 4)
+    )
+    assert torch.autograd.gradcheck(linear_relu, (states, weight))
+    assert torch.autograd.gradcheck(partial(linear_relu, weight=weight.detach()), (states,))
+    torch.testing.assert_close(linear_relu(states, weight), F.relu(F.linear(states, weight)))
 
 
 @pytest.mark.parametrize("window", [8, 32])

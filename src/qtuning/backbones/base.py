@@ -7,8 +7,8 @@ The model object stays what `from_pretrained` returned. Prompt vectors enter thr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -23,8 +23,17 @@ from qtuning.backbones.compiled import compiled, repeated_layers
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 
+AFTER_TEXT = -1
+"""For `prompt_at`: the prompt vectors follow the whole text."""
 MASKED = -3e4
 """Added to the score of a position that must not be seen; its exponential is 0 in every number type."""
+TAKES_READY_MASK = (
+    "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "mpnet", "albert",
+    "bart", "mbart",
+)  # fmt: skip
+"""Models whose layers all see everything. Others, such as ModernBERT, have windows of their own."""
+ALIGNED = 8
+"""Half-precision kernels read so many numbers at once."""
 REMEMBERED_TEXTS = 32_768
 """Texts whose tokens are kept."""
 MIN_TEXT_TOKENS = 4
@@ -76,7 +85,9 @@ class Reading:
     reads: Tensor
     """[p] read-outs of each path: its tokens and one."""
     width: int
-    """Positions of the longest sequence."""
+    """Positions of the longest sequence, or a few more."""
+    is_even: bool = True
+    """Whether all rows have equally many paths."""
 
     @property
     def is_single(self) -> bool:
@@ -93,6 +104,7 @@ class Reading:
             slots=self.slots[self.owner],
             prompt=self.prompt[self.owner],
             owner=torch.arange(len(self.owner), device=self.owner.device),
+            is_even=True,
         )
 
     def at(self, index: Tensor, width: int) -> Reading:
@@ -148,7 +160,7 @@ class Backbone:
     is_frozen: bool = field(default=True, init=False)
     """False for the copy of a method that trains the weights themselves."""
     prompt_at: int = field(default=0, init=False)
-    """Tokens of the text that stand before the prompt vectors."""
+    """Tokens of the text that stand before the prompt vectors, or AFTER_TEXT."""
     family: str = field(default="", init=False)
     needs_head: bool = field(default=False, init=False)
     answer_follows_text: bool = field(default=False, init=False)
@@ -221,14 +233,15 @@ class Backbone:
             digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:32]
 
-    @contextmanager
-    def layers(self, *, is_training: bool) -> Iterator[None]:
-        """Inside, the model runs as fast as it can: compiled where that was decided, for training."""
-        if not (self.is_compiled and is_training):
-            yield
-            return
-        with compiled(repeated_layers(self.model)):
-            yield
+    def training_layers(self) -> AbstractContextManager[None]:
+        """Inside, the model runs as training wants it: compiled where that was decided."""
+        return compiled(repeated_layers(self.model)) if self.is_compiled else nullcontext()
+
+    def aligned(self, width: int) -> int:
+        """Positions of a sequence as the device's fast kernels want them: eights on a card."""
+        if self.device.type != "cuda":
+            return width
+        return max(width, min(-(-width // ALIGNED) * ALIGNED, self.max_length))
 
     # ── texts to tokens ──────────────────────────────────────────────────────────────────────
 
@@ -288,7 +301,8 @@ class Backbone:
             owner=tensor(owner),
             path=padded(paths, self.pad_id),
             reads=tensor([len(path) + 1 for path in paths]),
-            width=max(totals, default=0),
+            width=self.aligned(max(totals, default=0)),
+            is_even=len({len(row.paths) for row in rows}) <= 1,
         )
 
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
@@ -307,15 +321,33 @@ class Backbone:
         """[..., n, t, h] -> [..., n, t, v] in the lanes' dtype: classes of the task's head, or the vocabulary."""
         raise NotImplementedError
 
+    @property
+    def takes_ready_mask(self) -> bool:
+        """Whether a mask that is added to the scores is known to be right for every layer."""
+        return self.model.config.model_type in TAKES_READY_MASK
+
+    def mask(self, is_filled: Tensor, queries: int | None = None) -> Tensor:
+        """What may be seen of [b, s]: [b, 1, q, s] to be added to the scores, or as it is for other models.
+
+        Ready-made where it can be, because a model that makes its own waits for the device, and makes
+        none at all for a batch without padding: another shape to compile.
+        """
+        if not self.takes_ready_mask:
+            return is_filled.long()
+        size = is_filled.shape[1] if queries is None else queries
+        hidden = torch.where(is_filled, 0.0, MASKED).to(self.dtype)
+        return hidden[:, None, None].expand(-1, 1, size, -1)
+
     def assemble(self, reading: Reading, bank: Tensor) -> Batch:
         """One padded batch: text before the slot, prompt vectors, text after it, then the path."""
         place = torch.arange(reading.width, device=self.device)
         prompt, length = reading.prompt[:, None], reading.length[:, None]
         end = length + prompt
-        within = place - self.prompt_at
+        start = length if self.prompt_at == AFTER_TEXT else self.prompt_at
+        within = place - start
         is_prompt = (within >= 0) & (within < prompt)
         is_text = ~is_prompt & (place < end)
-        word = torch.where(place < self.prompt_at, place, place - prompt)
+        word = torch.where(place < start, place, place - prompt)
         word = word.clamp(0, reading.ids.shape[1] - 1)
         ids = reading.ids.gather(1, word).where(is_text, self.pad_id)
         types = reading.types.gather(1, word).where(is_text, 0)
@@ -365,14 +397,15 @@ class VocabularyBackbone(Backbone):
 
     def answers(self, label_words: Sequence[str]) -> AnswerSet:
         """Token sequences of the labels, all different."""
-        sequences = self._answer_tokens(label_words)
+        sequences = self.answer_tokens(label_words)
         if len(set(sequences)) < len(sequences):
             raise BackboneError(
                 f"{self.name!r} cannot tell the label words {list(label_words)} apart; choose others."
             )
         return AnswerSet.build(sequences)
 
-    def _answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
+    def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
+        """Each answer as the model writes it."""
         raise NotImplementedError
 
     def _find_output_rule(self) -> tuple[float, Tensor | None]:

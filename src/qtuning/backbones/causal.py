@@ -42,7 +42,7 @@ class CausalBackbone(VocabularyBackbone):
         self.answer_follows_text = True
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
 
-    def _answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
+    def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as it follows the question; an end token only where one label begins another."""
         coded = self.tokenizer([f" {word}" for word in label_words], add_special_tokens=False)
         sequences: list[TokenIds] = [tuple(ids) for ids in coded["input_ids"]]

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones.answers import AnswerSet
-from qtuning.backbones.base import MASKED, Backbone, Batch, Head, Reading, Tokens
+from qtuning.backbones.base import Backbone, Head, Reading, Tokens
 from qtuning.errors import BackboneError
 from qtuning.tasks import Text
-
-TAKES_READY_MASK = (
-    "bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "mpnet", "albert",
-)  # fmt: skip
-"""Encoders whose layers all see everything. Others, such as ModernBERT, have windows of their own."""
 
 
 @dataclass
@@ -52,23 +47,12 @@ class EncoderBackbone(Backbone):
         batch = self.assemble(reading, bank)
         extra = {"token_type_ids": batch.token_types} if self._uses_types else {}
         states: Tensor = self.model(
-            inputs_embeds=batch.inputs_embeds, attention_mask=self._mask(batch), **extra
+            inputs_embeds=batch.inputs_embeds, attention_mask=self.mask(batch.is_filled), **extra
         ).last_hidden_state
         if self.readout == "cls":
             return states[:, :1]
         kept = batch.is_text.unsqueeze(-1).to(states)
         return (states * kept).sum(dim=1, keepdim=True) / kept.sum(dim=1, keepdim=True)
-
-    def _mask(self, batch: Batch) -> Tensor:
-        """What must not be seen: [b, 1, s, s], added to the scores, or [b, s] for models that make their own.
-
-        Ready-made where that is known to be right, because making it waits for the device.
-        """
-        if self.model.config.model_type not in TAKES_READY_MASK:
-            return batch.is_filled.long()
-        size = batch.is_filled.shape[1]
-        hidden = torch.where(batch.is_filled, 0.0, MASKED).to(self.dtype)
-        return hidden[:, None, None].expand(-1, 1, size, -1)
 
     def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
         """[..., n, 1, h] -> [..., n, 1, classes]; heads may be stacked along the leading dimensions."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
+    MASKED,
     Reading,
     Tokens,
     VocabularyBackbone,
@@ -31,7 +32,7 @@ class Seq2SeqBackbone(VocabularyBackbone):
         is_t5 = self.model.config.model_type in MODEL_TYPES
         self.t5 = T5Layers(self.model) if is_t5 else None
 
-    def _answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
+    def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as the tokenizer writes a target, end token included."""
         coded = self.tokenizer(text_target=list(label_words))
         return [tuple(ids) for ids in coded["input_ids"]]
@@ -45,39 +46,41 @@ class Seq2SeqBackbone(VocabularyBackbone):
         batch = self.assemble(reading, bank)
         filled = batch.is_filled
         encoded = self._encode(batch.inputs_embeds, filled)
-        if not reading.is_single:
+        if not reading.is_single and not (self.t5 and reading.is_even):
             encoded, filled = encoded[reading.owner], filled[reading.owner]
         ids = F.pad(reading.path, (1, 0), value=self.model.config.decoder_start_token_id)
         states = self._decode(ids, encoded, filled)
         return gather_reads(states, torch.zeros_like(reading.reads), reading.reads, ids.shape[1])
 
-    @contextmanager
-    def layers(self, *, is_training: bool) -> Iterator[None]:
-        """T5's own layers, compiled for fixed shapes in training and for any shape in scoring."""
-        if self.t5 is None:
-            with super().layers(is_training=is_training):
-                yield
-            return
-        with self.t5.compiled(self.is_compiled, not is_training):
-            yield
+    def training_layers(self) -> AbstractContextManager[None]:
+        """T5's own layers, or those of the model."""
+        if self.t5 and self.is_compiled:
+            return self.t5.compiled()
+        return super().training_layers()
 
     def _encode(self, embeds: Tensor, is_filled: Tensor) -> Tensor:
         """[b, s, d] -> [b, s, d]."""
         if self.t5:
             return self.t5.encode(embeds, is_filled)
         states: Tensor = self.model.get_encoder()(
-            inputs_embeds=embeds, attention_mask=is_filled.long()
+            inputs_embeds=embeds, attention_mask=self.mask(is_filled)
         ).last_hidden_state
         return states
 
     def _decode(self, ids: Tensor, encoded: Tensor, is_filled: Tensor) -> Tensor:
-        """[p, t] after [p, s, d] -> [p, t, d]; what pads a path on the right is not seen before it."""
+        """[p, t] after [p or n, s, d] -> [p, t, d]; what pads a path on the right is not seen before it."""
         if self.t5:
             return self.t5.decode(ids, encoded, is_filled)
+        count, size = ids.shape
+        own = None
+        if self.takes_ready_mask:
+            later = torch.ones(size, size, device=ids.device).triu(1) * MASKED
+            own = later.to(self.dtype).expand(count, 1, -1, -1)
         states: Tensor = self.model.get_decoder()(
             input_ids=ids,
+            attention_mask=own,
             encoder_hidden_states=encoded,
-            encoder_attention_mask=is_filled.long(),
+            encoder_attention_mask=self.mask(is_filled, size),
             use_cache=False,
         ).last_hidden_state
         return states

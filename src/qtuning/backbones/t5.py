@@ -1,9 +1,10 @@
 """T5's layers as functions of tensors, arranged for what prompt tuning does with them.
 
-The numbers are those of `transformers` (a test compares them); three things differ in how they come about:
+The numbers are those of `transformers` (a test compares them); four things differ in how they come about:
 - the relative bias and the padding mask are added up once and serve every layer;
 - cross-attention is absorbed: the decoder reads one or two positions, so its queries are carried over to
   the encoder's states, which spares projecting every state to keys and values in every layer;
+- ReLU and, where no gradient is wanted, the residual sum are done by the matrix products' own kernels;
 - a layer takes its weights as arguments, so that one compiled function serves all layers.
 """
 
@@ -21,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from qtuning.backbones.base import MASKED
 from qtuning.backbones.compiled import many_shapes
+from qtuning.backbones.kernels import add_linear, linear_relu
 
 MODEL_TYPES = ("t5", "mt5")
 FASTEST = [
@@ -55,13 +57,9 @@ class T5Layers:
         self.decoder_layer: LayerFunction = decoder_layer
 
     @contextmanager
-    def compiled(self, wanted: bool, any_shape: bool) -> Iterator[None]:
-        """Inside, layers run compiled, for fixed shapes or for any."""
-        if not wanted:
-            yield
-            return
-        self.encoder_layer = _compiled(encoder_layer, any_shape)
-        self.decoder_layer = _compiled(decoder_layer, any_shape)
+    def compiled(self) -> Iterator[None]:
+        """Inside, layers run compiled, for fixed shapes."""
+        self.encoder_layer, self.decoder_layer = _compiled(encoder_layer), _compiled(decoder_layer)
         try:
             with many_shapes():
                 yield
@@ -69,7 +67,10 @@ class T5Layers:
             self.encoder_layer, self.decoder_layer = encoder_layer, decoder_layer
 
     def encode(self, embeds: Tensor, is_filled: Tensor) -> Tensor:
-        """Embeddings [b, s, d] and whether a position counts [b, s] -> states [b, s, d]."""
+        """Embeddings [b, s, d] and whether a position counts [b, s] -> states [b, s, d].
+
+        Without a gradient, the embeddings are overwritten.
+        """
         size = embeds.shape[1]
         hidden = torch.where(is_filled, 0.0, MASKED).to(embeds.dtype)[:, None, None]
         bias = self._bias[0](size, size, device=embeds.device).to(embeds.dtype)
@@ -84,9 +85,10 @@ class T5Layers:
         return norm(states, self.norms[0], self.eps)
 
     def decode(self, ids: Tensor, encoded: Tensor, is_filled: Tensor) -> Tensor:
-        """Decoder input [p, t], encoder states [p, s, d] and which count [p, s] -> states [p, t, d].
+        """Decoder input [p, t], encoder states [n, s, d] and which count [n, s] -> states [p, t, d].
 
-        A position sees only those before it, so padding on the right needs no mask.
+        The paths of a row follow one another, equally many for each. A position sees only those before
+        it, so padding on the right needs no mask.
         """
         states: Tensor = self.embed(ids)
         size = ids.shape[1]
@@ -102,8 +104,8 @@ class T5Layers:
 
 
 @cache
-def _compiled(function: LayerFunction, any_shape: bool) -> LayerFunction:
-    return torch.compile(function, dynamic=any_shape)
+def _compiled(function: LayerFunction) -> LayerFunction:
+    return torch.compile(function, dynamic=False)
 
 
 def _attention(layer: Any) -> Weights:
@@ -121,10 +123,8 @@ def _feed_forward(layer: Any) -> Weights:
 
 
 def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm; half-precision states are squared in float32."""
-    wide = states.float() if states.dtype in (torch.bfloat16, torch.float16) else states
-    spread = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return weight * (states * spread).to(states.dtype)
+    """Root-mean-square norm."""
+    return F.rms_norm(states, weight.shape, weight, eps)
 
 
 def encoder_layer(
@@ -153,7 +153,7 @@ def decoder_layer(
     eps: float,
     act: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """States [p, t, d], encoded [p, s, d], bias [1, heads, t, t], mask [p, 1, s] -> states [p, t, d]."""
+    """States [p, t, d], encoded [n, s, d], bias [1, heads, t, t], mask [n, 1, s] -> states [p, t, d]."""
     states = _self_attention(states, bias, own, heads, eps, is_short=True)
     states = _absorbed_attention(states, encoded, mask, cross, heads, eps)
     return _dense(states, feed_forward, eps, act)
@@ -179,23 +179,26 @@ def _self_attention(
     else:
         with sdpa_kernel(FASTEST, set_priority=True):
             found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0)
-    return states + F.linear(found.transpose(1, 2).flatten(2), o)
+    return add_linear(states, found.transpose(1, 2).flatten(2), o)
 
 
 def _absorbed_attention(
     states: Tensor, encoded: Tensor, mask: Tensor, weights: Weights, heads: int, eps: float
 ) -> Tensor:
-    """Cross-attention of few positions: (W_k x) . q = x . (W_k^T q), and sum p W_v x = W_v (sum p x)."""
+    """Cross-attention of few positions: (W_k x) . q = x . (W_k^T q), and sum p W_v x = W_v (sum p x).
+
+    All paths of a row look at its states [s, d] in one product.
+    """
     scale, q, k, v, o = weights
     count, steps, dim = states.shape
     query = F.linear(norm(states, scale, eps), q).view(count * steps, heads, -1).transpose(0, 1)
     key, value = (weight.view(heads, -1, dim) for weight in (k, v))  # [heads, k, d]
-    carried = (query @ key).transpose(0, 1).reshape(count, steps * heads, dim)
+    carried = (query @ key).transpose(0, 1).reshape(len(encoded), -1, dim)
     scores = carried @ encoded.transpose(1, 2) + mask
     share = torch.softmax(scores, dim=-1, dtype=_wide(scores)).to(states.dtype)
     context = (share @ encoded).view(count * steps, heads, dim).transpose(0, 1)
     found = (context @ value.transpose(1, 2)).transpose(0, 1).reshape(count, steps, -1)
-    return states + F.linear(found, o)
+    return add_linear(states, found, o)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -205,7 +208,10 @@ def _wide(tensor: Tensor) -> torch.dtype:
 def _dense(states: Tensor, weights: Weights, eps: float, act: Callable[[Tensor], Tensor]) -> Tensor:
     scale, out, *inner = weights
     normed = norm(states, scale, eps)
-    hidden = act(F.linear(normed, inner[0]))
+    if isinstance(act, torch.nn.ReLU) and len(inner) == 1:
+        hidden = linear_relu(normed.flatten(0, 1), inner[0]).view(*states.shape[:2], -1)
+    else:
+        hidden = act(F.linear(normed, inner[0]))
     if len(inner) > 1:
         hidden = hidden * F.linear(normed, inner[1])
-    return states + F.linear(hidden.to(out.dtype), out).to(states.dtype)
+    return add_linear(states, hidden, out)
