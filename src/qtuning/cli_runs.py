@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -90,7 +91,7 @@ def run(
     if show not in SHOWN:
         raise ConfigError(f"--show must be one of {', '.join(SHOWN)}, got {show!r}.")
     wanted: RunConfig = read_run_config(raw, str(config or "the flags")).resolved()
-    numbers = _seeds(seeds)
+    numbers = parse_seeds(seeds)
     if dry_run:
         how = {"device": device, "compile": compile, "lanes": lanes}
         _print_plan(wanted, numbers, data, how, output)
@@ -189,7 +190,8 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-def _seeds(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
+    """Whole numbers, separated by spaces or commas."""
     seeds = [_whole(word, "--seeds") for word in text.replace(",", " ").split()]
     if not seeds or len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seeds must be one or several different whole numbers, got {text!r}.")
@@ -277,12 +279,14 @@ class _Display:
     def task(self, task: Any, runs: Sequence[Any]) -> None:
         scores = [run.matrix[run.done, run.done - 1] for run in runs]
         if self.show == "json":
-            self._line({"event": "task", "task": task.name, "scores": scores, "done": runs[0].done})
+            known = [None if math.isnan(score) else score for score in scores]
+            self._line({"event": "task", "task": task.name, "scores": known, "done": runs[0].done})
         elif self.show == "auto":
             mean = sum(scores) / len(scores)
+            said = "     –" if math.isnan(mean) else f"{mean:6.1%}"
             sizes = runs[0].splits[task.name].sizes
             self.console.print(
-                f"  [green]✓[/green] {runs[0].done:>2} {task.name:<22} {mean:6.1%}  "
+                f"  [green]✓[/green] {runs[0].done:>2} {task.name:<22} {said}  "
                 f"[dim]{sizes['train']}/{sizes['validation']}/{sizes['test']} texts[/dim]",
                 highlight=False,
             )
@@ -298,9 +302,11 @@ class _Display:
                     {"event": "result", "folder": str(folder), **{k: result[k] for k in keys}}
                 )
             else:
+                transfer = result["backward_transfer"]
+                said = "not measured" if transfer is None else f"{transfer + 0.0:+.1%}"
                 typer.echo(
                     f"seed {result['seed']}: average {result['average_score']:.1%}, "
-                    f"backward transfer {result['backward_transfer'] + 0.0:+.1%}  {folder}"
+                    f"backward transfer {said}  {folder}"
                 )
 
     def _line(self, event: dict[str, Any]) -> None:

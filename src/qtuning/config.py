@@ -48,14 +48,34 @@ class MethodSettings:
     """Of a task's training examples, those that methods with a memory keep; one per class at least."""
     replay_every: int = 10
     """Steps between two replays of what is kept."""
-    ewc_strength: float = 400.0
-    """Weight of EWC's penalty, lambda."""
+    ewc_strength: float = 1e5
+    """Weight of EWC's penalty, lambda. Squared gradients of a trained model are tiny, so it is large."""
+    neighbours: int = 32
+    """Stored examples that MBPA++ adapts to before it answers a text."""
+    local_steps: int = 30
+    """Gradient steps of that adaptation."""
+    local_lr: float = 1e-3
+    """Its learning rate."""
+    local_penalty: float = 1e-3
+    """Its pull back to the weights it began with."""
+    idbr_strength: float = 0.5
+    """Weight of IDBR's penalty on moving features."""
+    lm_weight: float = 0.25
+    """Weight of LFPT5's loss on writing examples."""
+    pseudo_share: float = 0.01
+    """Weight of LFPT5's rehearsal of earlier tasks, the rest going to the task."""
+    pseudo_samples: int = 2
+    """Examples that LFPT5 writes for each class of each earlier task."""
     shared_schedule: str = "all"
     """Tasks that train the shared prefix: all, or algorithm1 (the first, then from eviction on)."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "prompt_length", "queue_size", "mlp_hidden", "replay_every")
+        _at_least(self, 1, "neighbours", "pseudo_samples")
         _at_least(self, 0, "shared_length", "memory_factor", "replay_share", "ewc_strength")
+        _at_least(self, 0, "local_steps", "local_lr", "local_penalty", "idbr_strength", "lm_weight")
+        _at_least(self, 0, "pseudo_share")
+        _at_most(self, 0.99, "pseudo_share")
         _at_most(self, 4096, "prompt_length", "shared_length")
         _at_most(self, 100_000, "queue_size", "mlp_hidden")
         _one_of(self, "eviction", tuple(EVICTIONS))
@@ -81,7 +101,7 @@ class TrainSettings:
     """Learning rate of the residual MLPs."""
     head_lr: float = 1e-2
     """Learning rate of an encoder's classification head."""
-    weights_lr: float = 1e-4
+    weights_lr: float = 3e-5
     """Learning rate of the model's own weights, for the methods that train them (AdamW)."""
     discriminator_lr: float = 1e-3
     """Learning rate of the discriminator of `retention: jsd`."""
@@ -164,7 +184,7 @@ def _at_least(settings: Any, low: float, *names: str) -> None:
             raise ConfigError(f"{name} must be a finite number, at least {low}, got {value}.")
 
 
-def _at_most(settings: Any, high: int, *names: str) -> None:
+def _at_most(settings: Any, high: float, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if value > high:

@@ -98,7 +98,7 @@ def forgetting(matrix: Matrix) -> float:
     tasks = matrix.shape[1]
     if tasks < 2:
         return 0.0
-    drops = [np.nanmax(matrix[j + 1 : -1, j]) - matrix[-1, j] for j in range(tasks - 1)]
+    drops = [np.fmax.reduce(matrix[j + 1 : -1, j]) - matrix[-1, j] for j in range(tasks - 1)]
     return float(np.mean(drops))
 
 

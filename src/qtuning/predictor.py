@@ -85,10 +85,9 @@ class RoutedPredictor(Predictor):
     def log_probs(self, texts: Sequence[Text], tasks: Sequence[str]) -> list[Tensor]:
         """Log-probabilities [labels of its task] for each text."""
         return self._by_task(
+            texts,
             tasks,
-            lambda one, name, places: one.log_probs(
-                [texts[i] for i in places], [name] * len(places)
-            ),
+            lambda one, own, name, _: one.log_probs(own, [name] * len(own)),
         )
 
     def exact_matches(
@@ -100,32 +99,36 @@ class RoutedPredictor(Predictor):
     ) -> list[bool]:
         """Whether greedy generation would write exactly the gold label words, for each text."""
         return self._by_task(
+            texts,
             tasks,
-            lambda one, name, places: one.exact_matches(
-                [texts[i] for i in places],
-                [name] * len(places),
-                [gold[i] for i in places],
-                max_tokens,
+            lambda one, own, name, places: one.exact_matches(
+                own, [name] * len(own), [gold[i] for i in places], max_tokens
             ),
         )
 
     def _by_task(
-        self, tasks: Sequence[str], ask: Callable[[Predictor, str, list[int]], list[Found]]
+        self,
+        texts: Sequence[Text],
+        tasks: Sequence[str],
+        ask: Callable[[Predictor, list[Text], str, list[int]], list[Found]],
     ) -> list[Found]:
-        """The answers to all texts, each task's from a predictor of its own."""
+        """The answers to all texts, from a predictor for each task or for each text."""
         found: dict[int, Found] = {}
         for name in dict.fromkeys(tasks):
             if name not in self.snapshots:
                 raise TaskError(unknown("task", name, self.snapshots))
-            backbone, snapshot = answering(self.backbone, self.state, name)
-            places = [i for i, task in enumerate(tasks) if task == name]
-            answers = ask(Predictor(backbone, {name: snapshot}), name, places)
-            found |= dict(zip(places, answers, strict=True))
+            own = [i for i, task in enumerate(tasks) if task == name]
+            asked = [texts[i] for i in own]
+            for backbone, snapshot, some in answering(self.backbone, self.state, name, asked):
+                places = [own[i] for i in some]
+                one = Predictor(backbone, {name: snapshot})
+                answers = ask(one, [texts[i] for i in places], name, places)
+                found |= dict(zip(places, answers, strict=True))
         return [found[i] for i in range(len(tasks))]
 
 
 def make_predictor(backbone: Backbone, state: Any) -> Predictor:
     """The predictor that a state needs."""
-    if hasattr(state, "answers"):
+    if hasattr(state, "answers") or hasattr(state, "adapted"):
         return RoutedPredictor(backbone, state)
     return Predictor(backbone, state.snapshots)

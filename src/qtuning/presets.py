@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from qtuning.config import make_settings
 from qtuning.errors import ConfigError, unknown
+from qtuning.streams import read_yaml
 
 
 @cache
@@ -24,7 +26,13 @@ def list_presets() -> dict[str, dict[str, Any]]:
 
 
 def get_preset(name: str) -> dict[str, Any]:
-    """The settings of a preset."""
+    """The settings of a preset of the catalog, or of a YAML file such as `qtuning tune` writes."""
+    if name.endswith((".yaml", ".yml")):
+        raw = read_yaml(Path(name))
+        if not isinstance(raw.get("settings"), dict):
+            raise ConfigError(f"{name}: the key 'settings' is missing; it holds the settings.")
+        make_settings(**raw["settings"])
+        return dict(raw["settings"])
     known = list_presets()
     if name not in known:
         raise ConfigError(unknown("preset", name, known))

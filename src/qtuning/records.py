@@ -123,11 +123,8 @@ class RunJournal(Journal):
             run.state = replace(run.state, snapshots=DiskSnapshots(folder / "tasks", names))
             run.when_learnt = _Scores(folder / "tasks", names)
             del snapshot, tensors
-            event = {
-                "event": "task",
-                "task": task.name,
-                "score": run.matrix[run.done, run.done - 1],
-            }
+            score = to_json(run.matrix)[run.done][run.done - 1]
+            event = {"event": "task", "task": task.name, "score": score}
             _append(
                 folder / "events.jsonl", {**event, "seconds": run.seconds[task.name], **memory()}
             )

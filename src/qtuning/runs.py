@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -224,7 +225,7 @@ def result_of(
         tensors, facts = stored[name][0], stored[name][1]["facts"]
         tasks[name] = {
             "score": matrix[-1, j],
-            "when_learnt": matrix[j + 1, j],
+            "when_learnt": _known(matrix[j + 1, j]),
             "metrics": run.parts[name],
             "best_validation": facts.get("validation_score"),
             "majority": majority_share(run.splits[name].test.labels),
@@ -251,10 +252,10 @@ def result_of(
             "fingerprint": backbone.fingerprint(),
         },
         "average_score": average_score(matrix),
-        "backward_transfer": backward_transfer(matrix),
-        "forgetting": forgetting(run.sampled),
+        "backward_transfer": _known(backward_transfer(matrix)),
+        "forgetting": _known(forgetting(run.sampled)),
         "forward_transfer": forward_transfer(matrix) if measured else None,
-        "average_so_far": average_so_far(matrix),
+        "average_so_far": [_known(value) for value in average_so_far(matrix)],
         "matrix": to_json(matrix),
         "tasks": tasks,
         "queue_keeps": _queue_keeps([stored[name][0] for name in run.tasks]),
@@ -269,6 +270,11 @@ def result_of(
         "began": began.isoformat(timespec="seconds"),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _known(value: float) -> float | None:
+    """None for what was not measured."""
+    return None if math.isnan(value) else value
 
 
 def _costs(folder: Path) -> list[dict[str, Any]]:

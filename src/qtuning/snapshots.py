@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,15 +77,24 @@ class Snapshot:
         return Answerer(self.rows.to(backbone.device), backbone.answers(words), head)
 
 
-def answering(backbone: Backbone, state: Any, name: str) -> tuple[Backbone, Snapshot]:
-    """What a state answers a task with: the task's snapshot on the frozen backbone, as it was learnt.
+def answering(
+    backbone: Backbone, state: Any, name: str, texts: Sequence[Text]
+) -> Iterator[tuple[Backbone, Snapshot, Sequence[int]]]:
+    """Which model and snapshot a state answers which of a task's texts with.
 
-    A state that has moved on since (see `MethodInfo.forgets`) says so by a method `answers` of its own.
+    By default the task's snapshot on the frozen backbone, as it was learnt. A state that has moved on since
+    (see `MethodInfo.forgets`) says so by a method `answers`; one that adapts itself to every text, by a
+    context `adapted`.
     """
-    if hasattr(state, "answers"):
-        found: tuple[Backbone, Snapshot] = state.answers(backbone, name)
-        return found
-    return backbone, state.snapshots[name]
+    if hasattr(state, "adapted"):
+        for i, text in enumerate(texts):
+            with state.adapted(name, text) as (model, snapshot):
+                yield model, snapshot, [i]
+        return
+    model, snapshot = (
+        state.answers(backbone, name) if hasattr(state, "answers") else (backbone, state.snapshots[name])
+    )  # fmt: skip
+    yield model, snapshot, range(len(texts))
 
 
 def added(snapshots: dict[str, Snapshot], new: Snapshot) -> dict[str, Snapshot]:

@@ -23,7 +23,7 @@ from qtuning.methods import Method
 from qtuning.protocols import make_split
 from qtuning.seeding import numpy_generator
 from qtuning.snapshots import Snapshot, TaskCard, answering, predict_log_probs
-from qtuning.tasks import Rows, Split, Task
+from qtuning.tasks import Rows, Split, Task, Text
 
 INNER_CELL_ROWS = 64
 """Test rows per task for cells that neither the diagonal nor the last row needs."""
@@ -47,8 +47,8 @@ class StreamRun:
     """For each task every metric of its own, on its test rows, when the stream ended."""
     when_learnt: dict[str, Tensor] = field(default_factory=dict)
     """Log-probabilities of the test rows when a task was learnt."""
-    unchanged: dict[str, bool] = field(default_factory=dict)
-    """For each task whether its scores at the end are, byte for byte, those when it was learnt."""
+    unchanged: dict[str, bool | None] = field(default_factory=dict)
+    """For each task whether its scores at the end are, byte for byte, those when it was learnt; None if unknown."""
     done: int = 0
     """Tasks learnt and scored."""
 
@@ -181,15 +181,17 @@ def _measure_taught(
     evaluate_with: str,
     inner_rows: int | None,
 ) -> None:
-    """Row i of the matrix up to its diagonal."""
+    """Row i of the matrix up to its diagonal; of a method that adapts to every text, the last row alone."""
     is_last = i == len(tasks)
+    if hasattr(run.state, "adapted") and not is_last:
+        run.when_learnt[tasks[i - 1].name] = torch.zeros(0)
+        return
     for j, task in enumerate(tasks[:i]):
         rows = run.splits[task.name].test
         sample = _sample_places(len(rows), task.name, inner_rows)
         whole = is_last or j == i - 1
         rows = rows if whole else rows.at(sample)
-        model, snapshot = _view(run.state, backbone, task.name, evaluate_with)
-        found = predict_log_probs(model, snapshot, rows.texts)
+        found = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
         run.matrix[i, j] = _score(task, rows, found)
         run.sampled[i, j] = (
             _score(task, rows.at(sample), found[sample]) if whole else run.matrix[i, j]
@@ -197,8 +199,13 @@ def _measure_taught(
         if j == i - 1:
             run.when_learnt[task.name] = found
         if is_last:
-            again = predict_log_probs(model, snapshot, rows.texts) if j == i - 1 else found
-            run.unchanged[task.name] = torch.equal(again, run.when_learnt[task.name])
+            again = (
+                _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
+                if j == i - 1
+                else found
+            )
+            then = run.when_learnt[task.name]
+            run.unchanged[task.name] = torch.equal(again, then) if len(then) else None
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
 
@@ -217,18 +224,20 @@ def _measure_untaught(
         run.matrix[i, column] = _score(task, rows, found)
 
 
-def _view(
-    state: Any, backbone: Backbone, name: str, evaluate_with: str
-) -> tuple[Backbone, Snapshot]:
-    """The model and the snapshot that answer a task."""
-    model, snapshot = answering(backbone, state, name)
-    if evaluate_with == "snapshot":
-        return model, snapshot
-    if not hasattr(state, "current_layout"):
-        raise ConfigError(
-            "evaluation mode 'current' needs a method with a queue, such as q-tuning."
-        )
-    return model, replace(snapshot, rows=state.current_layout())
+def _log_probs(
+    state: Any, backbone: Backbone, name: str, texts: Sequence[Text], evaluate_with: str
+) -> Tensor:
+    """[texts, labels] of one task, by whatever the state answers it with."""
+    found = []
+    for model, snapshot, places in answering(backbone, state, name, texts):
+        if evaluate_with == "current":
+            if not hasattr(state, "current_layout"):
+                raise ConfigError(
+                    "evaluation mode 'current' needs a method with a queue, such as q-tuning."
+                )
+            snapshot = replace(snapshot, rows=state.current_layout())
+        found.append(predict_log_probs(model, snapshot, [texts[i] for i in places]))
+    return torch.cat(found)
 
 
 def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:

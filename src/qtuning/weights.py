@@ -1,4 +1,4 @@
-"""fit_weights: train a copy of the backbone itself, for the methods that do not keep it frozen.
+"""fit_weights: train tensors that do not travel as lanes, above all a copy of the backbone itself.
 
 The shared backbone is never touched: a method works on `trainable_copy` of it and keeps what it learnt as a
 dictionary of weights. Hooks let a method add to the loss, edit gradients, or take steps of its own.
@@ -21,13 +21,17 @@ from qtuning.evaluation import score_predictions
 from qtuning.lanes import Progress, Report
 from qtuning.objectives import IGNORE, cross_entropy
 from qtuning.scoring import Quiz, stack_heads
+from qtuning.snapshots import TaskCard
 from qtuning.tasks import Rows, Task
 
+Groups = Sequence[tuple[Sequence[Tensor], float]]
+"""Tensors to be trained, with learning rates."""
 
-def trainable_copy(backbone: Backbone) -> Backbone:
+
+def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Backbone:
     """A backbone of its own, with weights that take gradients; still without dropout."""
     model = copy.deepcopy(backbone.model)
-    own = type(backbone)(
+    own = (kind or type(backbone))(
         model, backbone.tokenizer, backbone.name, backbone.max_length, backbone.readout
     )
     own.is_frozen = False
@@ -49,7 +53,7 @@ def write_weights(backbone: Backbone, weights: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class Examples:
-    """Labelled texts of one task, ready to be read by a backbone without a prompt."""
+    """Labelled texts of one task, ready to be read by a backbone."""
 
     backbone: Backbone
     answers: AnswerSet
@@ -57,15 +61,19 @@ class Examples:
     """Trainable, on an encoder."""
     tokens: Sequence[Tokens]
     labels: Sequence[int]
+    prompt: Tensor | None = None
+    """[rows, d] vectors that are read with every text; trainable where a method trains them."""
     _lengths: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         paths = [self.answers.sequences[label][:-1] for label in self.labels]
-        rows = [Row(t, (), (path,)) for t, path in zip(self.tokens, paths, strict=True)]
+        slots = range(0 if self.prompt is None else len(self.prompt))
+        rows = [Row(t, slots, (path,)) for t, path in zip(self.tokens, paths, strict=True)]
         self.reading = self.backbone.prepare(rows)
         tail = 1 if self.backbone.answer_follows_text else 0
         self._lengths = [
-            len(t.ids) + tail * len(path) for t, path in zip(self.tokens, paths, strict=True)
+            len(t.ids) + len(slots) + tail * len(path)
+            for t, path in zip(self.tokens, paths, strict=True)
         ]
         longest = self.answers.longest
         gold = [self.answers.sequences[label] for label in self.labels]
@@ -79,7 +87,7 @@ class Examples:
         """Read-outs [n, t, h]."""
         index = torch.tensor(list(batch), device=self.backbone.device)
         width = max(self._lengths[i] for i in batch)
-        return self.backbone.hidden(self.reading.at(index, width), _no_bank(self.backbone))
+        return self.backbone.hidden(self.reading.at(index, width), self._bank())
 
     def loss(self, batch: Sequence[int]) -> Tensor:
         """Mean cross-entropy of some of them (Eq. 1)."""
@@ -90,17 +98,30 @@ class Examples:
 
     def log_probs(self) -> Tensor:
         """Label log-probabilities [n, labels] of all of them."""
-        quiz = Quiz(self.backbone, self.tokens, [0] * len(self), [()], [self.answers])
+        bank = self._bank().detach()
+        quiz = Quiz(self.backbone, self.tokens, [0] * len(self), [range(len(bank))], [self.answers])
         heads = stack_heads([self.head.detached()]) if self.head else None
-        return quiz.log_probs(_no_bank(self.backbone), heads)
+        return quiz.log_probs(bank, heads)
+
+    def _bank(self) -> Tensor:
+        if self.prompt is not None:
+            return self.prompt
+        size = (0, self.backbone.embed_dim)
+        return torch.zeros(size, dtype=self.backbone.lane_dtype, device=self.backbone.device)
 
 
-def make_examples(backbone: Backbone, task: Task, rows: Rows, head: Head | None) -> Examples:
+def make_examples(
+    backbone: Backbone,
+    task: Task | TaskCard,
+    rows: Rows,
+    head: Head | None,
+    prompt: Tensor | None = None,
+) -> Examples:
     """Rows of a task as examples for that backbone."""
     words = [(task.label_words or {})[name] for name in task.label_names]
     answers = backbone.answers(words)
-    tokens = backbone.tokenize(rows.texts, 0, answers.longest)
-    return Examples(backbone, answers, head, tokens, rows.labels)
+    tokens = backbone.tokenize(rows.texts, 0 if prompt is None else len(prompt), answers.longest)
+    return Examples(backbone, answers, head, tokens, rows.labels, prompt)
 
 
 def make_head(backbone: Backbone, classes: int, generator: torch.Generator) -> Head | None:
@@ -117,8 +138,8 @@ def make_head(backbone: Backbone, classes: int, generator: torch.Generator) -> H
 class Hooks:
     """What a method may do beside the plain loss; this one does nothing."""
 
-    def penalty(self) -> Tensor | None:
-        """Added to the loss of every step."""
+    def penalty(self, batch: Sequence[int]) -> Tensor | None:
+        """Added to the loss of every step; `batch` says which training examples it is about."""
         return None
 
     def edit_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -135,44 +156,40 @@ def fit_weights(
     settings: TrainSettings,
     order: torch.Generator,
     hooks: Hooks,
-    others: Sequence[Tensor] = (),
+    groups: Groups,
     report: Report | None = None,
     names: tuple[str, str] = ("", ""),
 ) -> dict[str, float]:
-    """Train the examples' backbone and head; leave them in their best state by validation.
+    """Train these tensors on the examples; leave them in their best state by validation.
 
     Args:
         train: What is learnt.
         validation: What the best state is chosen by; the last is kept where there is none.
         metric: Of the task.
-        settings: Epochs, batch size, `weights_lr`, `head_lr`, clipping.
+        settings: Epochs, batch size, clipping.
         order: Of the training examples.
         hooks: What the method does beside.
-        others: Further tensors to train at `head_lr`, such as heads of earlier tasks.
+        groups: What is trained, with learning rates.
         report: Called after every epoch.
         names: Lane and task, for the report.
 
     Raises:
         TrainingError: When a loss is not finite.
     """
-    backbone = train.backbone
-    own = list(backbone.model.parameters())
-    heads = [*((train.head.weight, train.head.bias) if train.head else ()), *others]
     optimiser = torch.optim.AdamW(
-        [
-            {"params": own, "lr": settings.weights_lr},
-            {"params": heads, "lr": settings.head_lr},
-        ],
+        [{"params": list(tensors), "lr": rate} for tensors, rate in groups if tensors],
         weight_decay=settings.weight_decay,
+        fused=True,  # one pass over the weights instead of many
     )
-    trained = [*own, *heads]
+    trained = [tensor for tensors, _ in groups for tensor in tensors]
     best, kept, best_epoch, latest, step = (-math.inf, -math.inf), None, 0, None, 0
     for epoch in range(1, settings.epochs + 1):
         losses = []
         places = torch.randperm(len(train), generator=order).tolist()
         for first in range(0, len(places), settings.batch_size):
-            loss = train.loss(places[first : first + settings.batch_size])
-            extra = hooks.penalty()
+            batch = places[first : first + settings.batch_size]
+            loss = train.loss(batch)
+            extra = hooks.penalty(batch)
             optimiser.zero_grad()
             (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
             hooks.edit_gradients(trained)
@@ -184,7 +201,7 @@ def fit_weights(
             if not math.isfinite(losses[-1]):
                 raise TrainingError(
                     f"the loss became {losses[-1]} in task {names[1]!r}, epoch {epoch}, step {step}. "
-                    f"Lower weights_lr, or use dtype fp32."
+                    f"Lower the learning rate, or use dtype fp32."
                 )
             hooks.after_step(step, optimiser)
         due = epoch % settings.validate_every == 0 or epoch == settings.epochs
@@ -209,7 +226,3 @@ def fit_weights(
     if kept:
         facts |= {"validation_score": best[0], "validation_log_likelihood": best[1]}
     return facts
-
-
-def _no_bank(backbone: Backbone) -> Tensor:
-    return torch.zeros(0, backbone.embed_dim, dtype=backbone.lane_dtype, device=backbone.device)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from qtuning import QTuner
+from qtuning import QTuner, methods
 from qtuning.backbones import weights_sha256
 from qtuning.config import make_settings
 from qtuning.errors import ConfigError
 from qtuning.evaluation import backward_transfer
-from qtuning.methods import MethodInfo, list_methods, make_method, register
+from qtuning.methods import list_methods, make_method, register
 from qtuning.stream_loop import run_stream
+from qtuning.tuning import BUDGET, candidates
 from tests.conftest import SMALL, make_backbone, make_task
 
 METHODS = list_methods()
@@ -109,10 +111,36 @@ def test_registry_refuses_doubles_and_suggests() -> None:
         QTuner("minilm", method="qtuning")
 
 
-def test_a_new_method_is_one_class_and_one_line(bert, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qtuning.methods.qtuning import QTuning
-
+def test_the_walk_of_contributing(bert, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file that CONTRIBUTING shows, put among the methods, and its name in the list: nothing else."""
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = page.split("```python\n")[1].split("```")[0]
+    (tmp_path / "averaging.py").write_text(code, encoding="utf-8")
     monkeypatch.setattr("qtuning.methods._REGISTRY", dict(METHODS))
-    register(MethodInfo("mine", "my idea", "none yet", QTuning))
-    tuner = QTuner(bert, method="mine", **SMALL)
-    assert tuner.learn(make_task("a", rows=10), progress=False)["rows"] == 4
+    monkeypatch.setattr("qtuning.methods.__path__", [*methods.__path__, str(tmp_path)])
+    monkeypatch.setattr("qtuning.methods._FILES", (*methods._FILES, "averaging"))
+    monkeypatch.delitem(sys.modules, "qtuning.methods.averaging", raising=False)
+    assert "mean-start" in list_methods()
+    method = make_method("mean-start", bert, *make_settings(**SMALL))
+    task = make_task("first", rows=10)
+    state = method.learn(method.start(0), task, task.split(4))
+    second = make_task("second", rows=10)
+    lane = method.lane(state, second, second.split(4))
+    assert torch.equal(lane.trained["prompt"], state.queue.rows)  # the mean of one prompt
+    tuner = QTuner(bert, method="mean-start", **SMALL)
+    tuner.learn(task, progress=False)
+    tuner.learn(second, progress=False)
+    assert tuner.predict(["good soup"], "first")
+    assert len(candidates("mean-start", "encoder", {})) == BUDGET
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_is_described_and_has_the_same_number_of_tries(name: str) -> None:
+    info = METHODS[name]
+    tries = candidates(name, info.families[0], {})
+    assert len(tries) == (BUDGET if info.grid else 1)
+    assert len({str(each) for each in tries}) == len(tries)
+    assert info.grid or name in ("zero-shot", "linear-probe")  # which have nothing to tune
+    module = sys.modules[info.make.__module__]
+    assert "Relations:" in module.__doc__
+    assert info.paper

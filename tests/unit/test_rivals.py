@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from qtuning.backbones import Row
 from qtuning.config import make_settings
 from qtuning.evaluation import backward_transfer
 from qtuning.methods import make_method
 from qtuning.methods.ewc import ewc_penalty, fisher_diagonal
+from qtuning.methods.idbr import feature_penalty, kmeans_choice, next_sentence_rows
+from qtuning.methods.lfpt5 import LFPT5Hooks, read_sample, write_sample
+from qtuning.methods.mbpa import nearest
 from qtuning.methods.multitask import JointHooks
-from qtuning.methods.replaying import ReplayHooks, choose_memory, project
+from qtuning.methods.probing import read_features
+from qtuning.methods.replaying import ReplayHooks, choose_memory, project, recall
 from qtuning.pack import Pack
 from qtuning.seeding import numpy_generator
-from qtuning.snapshots import predict_log_probs
+from qtuning.snapshots import TaskCard, predict_log_probs
 from qtuning.stream_loop import run_stream
 from qtuning.tasks import Rows
+from qtuning.weights import make_examples, read_weights
 from tests.conftest import SMALL, make_backbone, make_task
 
 
@@ -114,7 +122,7 @@ def test_replay_comes_every_few_steps_with_a_batch_of_each_task() -> None:
         hooks.after_step(step, optimiser)
     assert seen == [("a", 3), ("b", 4)] * 3
     assert hooks.replayed == 6
-    assert float(weight) > 0.5
+    assert float(weight.detach()) > 0.5
 
 
 def test_multi_task_training_sees_every_task_in_every_step() -> None:
@@ -128,7 +136,7 @@ def test_multi_task_training_sees_every_task_in_every_step() -> None:
 
     hooks = JointHooks([Other("aaa"), Other("bbbbb")], 2, torch.Generator().manual_seed(0))
     for _ in range(6):
-        assert float(hooks.penalty().detach()) == 9 + 25  # the sum of both losses
+        assert float(hooks.penalty([]).detach()) == 9 + 25  # the sum of both losses
     assert [name for name, _ in seen] == ["a", "b"] * 6
     drawn = [i for name, places in seen if name == "a" for i in places]
     assert sorted(drawn[:3]) == sorted(drawn[3:6]) == [0, 1, 2]  # a short task begins again
@@ -143,6 +151,217 @@ def test_a_memory_survives_saving(bert, tmp_path) -> None:
     loaded = QTuner.from_pretrained(tmp_path / "c", model=bert)
     assert loaded.state.memory == tuner.state.memory
     assert len(loaded.state.memory["first"]["texts"]) == 2
+
+
+# ── MBPA++ ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_neighbours_are_the_exact_euclidean_ones() -> None:
+    """Of keys with very different lengths, for which a dot product would choose others."""
+    generator = np.random.default_rng(0)
+    keys = generator.normal(size=(50, 8)) * generator.uniform(0.1, 10, size=(50, 1))
+    asked = generator.normal(size=8)
+    expected = np.argsort(np.linalg.norm(keys - asked, axis=1))[:7]
+    assert nearest(torch.tensor(asked), torch.tensor(keys), 7) == expected.tolist()
+    assert set(expected) != set(np.argsort(-(keys @ asked))[:7])
+
+
+def test_local_adaptation_helps_its_neighbours_and_is_undone(family_backbone) -> None:
+    tasks = [make_task(f"task{i}", rows=10, seed=i) for i in range(2)]
+    method = method_for(family_backbone, "mbpa++", local_lr=1e-2, local_steps=5, neighbours=1)
+    state = method.start(0)
+    for task in tasks:
+        state = method.learn(state, task, task.split(4))
+    assert len(state.memory["task0"]["texts"]) == 8  # every training example
+    text = state.memory["task0"]["texts"][0]
+    before = {n: t.clone() for n, t in read_weights(state.worker).items()}
+    (own,), where = state._neighbours(text, {})
+    assert where == [(0, 0)]
+    assert own.tokens == state.worker.tokenize([text], 0, own.answers.longest)
+    gold = state.memory["task0"]["labels"][0]
+    plain = predict_log_probs(*state.answers(family_backbone, "task0"), [text])[0]
+    with state.adapted("task0", text) as (model, snapshot):
+        assert any(not torch.equal(t, before[n]) for n, t in read_weights(model).items())
+        adapted = predict_log_probs(model, snapshot, [text])[0]
+    assert adapted[gold] > plain[gold]  # its neighbour is the text itself
+    assert all(torch.equal(t, before[n]) for n, t in read_weights(state.worker).items())
+    again = predict_log_probs(*state.answers(family_backbone, "task0"), [text])[0]
+    assert torch.equal(plain, again)
+
+
+def test_one_step_of_adaptation_by_hand(bert) -> None:
+    """W - lr (gradient of the mean loss): the penalty is 0 where it begins."""
+    task = make_task("task", rows=10)
+    method = method_for(bert, "mbpa++", local_lr=0.1, local_steps=1, neighbours=3)
+    state = method.learn(method.start(0), task, task.split(4))
+    text = "good soup"
+    bias = state.heads["task"].bias
+    keys = state.extra["keys.task"]
+    key = read_features(bert, [text])[0].to(keys)
+    chosen = (keys - key).norm(dim=1).argsort()[:3].tolist()
+    rows = Rows(
+        tuple(state.memory["task"]["texts"][i] for i in chosen),
+        tuple(state.memory["task"]["labels"][i] for i in chosen),
+    )
+    found = predict_log_probs(*state.answers(bert, "task"), rows.texts).exp()
+    expected = bias - 0.1 * (found - F.one_hot(torch.tensor(rows.labels), 2)).mean(dim=0)
+    with state.adapted("task", text) as (_, snapshot):
+        torch.testing.assert_close(snapshot.head.bias, expected, rtol=0, atol=1e-5)
+
+
+def test_a_method_that_adapts_to_every_text_measures_the_last_row_alone(bert) -> None:
+    settings = make_settings(**{**SMALL, "local_steps": 1, "epochs": 1})
+    tasks = [make_task(f"task{i}", rows=10, seed=i) for i in range(2)]
+    method = make_method("mbpa++", bert, *settings)
+    result = run_stream(method, bert, tasks, settings[1], test_limit=1)
+    assert not np.isnan(result.matrix[2]).any()
+    assert np.isnan(result.matrix[:2]).all()
+    assert result.unchanged == {"task0": None, "task1": True}
+
+
+# ── IDBR ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_next_sentence_pairs_are_halves_of_one_text_or_of_two() -> None:
+    texts = ["a b c d", "e f g h i", ("j k", "l m"), "n"]
+    rows = next_sentence_rows(texts, torch.Generator().manual_seed(0))
+    assert rows.texts[:4] == (("a b", "c d"), ("e f", "g h i"), ("j k", "l m"), ("n", "n"))
+    assert rows.labels == (0, 0, 0, 0, 1, 1, 1, 1)
+    seconds = [second for _, second in rows.texts[:4]]
+    for i, (first, second) in enumerate(rows.texts[4:]):
+        assert first == rows.texts[i][0]
+        assert second in seconds
+        assert second != rows.texts[i][1]
+
+
+def test_the_feature_penalty_by_hand() -> None:
+    now, before = torch.zeros(2, 256), torch.zeros(2, 256)
+    now[0, 0], now[1, 200] = 2.0, 4.0  # one general feature moved by 2, one specific by 4
+    assert float(feature_penalty(now, before)) == pytest.approx(0.5 * (4 + 16) / 256)
+    assert float(feature_penalty(now, now)) == 0.0
+
+
+def test_kmeans_keeps_the_rows_nearest_to_well_separated_centres() -> None:
+    spread = np.random.default_rng(0)
+    middles = np.array([[0.0, 0.0], [50.0, 0.0], [0.0, 50.0]])
+    rows = np.concatenate([m + spread.normal(size=(9, 2)) for m in middles])
+    rows[[4, 13, 22]] = [rows[9 * k : 9 * k + 9].mean(axis=0) for k in range(3)]
+    chosen = kmeans_choice(torch.tensor(rows), 3, seed=1)
+    expected = []
+    for k in range(3):
+        own = rows[9 * k : 9 * k + 9]
+        distance = np.linalg.norm(own - own.mean(axis=0), axis=1)
+        expected.append(9 * k + int(distance.argmin()))
+    assert chosen == sorted(expected)
+
+
+@pytest.mark.filterwarnings("ignore:Number of distinct clusters")
+def test_kmeans_keeps_as_many_as_asked_even_of_equal_rows() -> None:
+    assert len(set(kmeans_choice(torch.ones(5, 2), 3, seed=1))) == 3
+
+
+def test_idbr_trains_its_two_features_for_different_things(bert) -> None:
+    """Next-sentence gradients reach the general encoder only, task gradients the specific one."""
+    method = method_for(bert, "idbr", replay_every=1, weights_lr=1e-3)
+    tasks = [make_task(f"task{i}", rows=10, seed=i) for i in range(2)]
+    state = method.learn(method.start(0), tasks[0], tasks[0].split(4))
+    assert len(state.memory["task0"]["texts"]) == 2
+    parts = method.worker.model.idbr
+    examples = recall(method.worker, state.memory["task0"], None)
+    studied = method._study(
+        examples, tuple(state.memory["task0"]["texts"]), 0, torch.Generator().manual_seed(0), False
+    )
+    assert float(studied.held([0, 1]).detach()) == 0.0  # nothing has moved yet
+    own = [parts["general"].weight, parts["specific"].weight]
+    general, specific = torch.autograd.grad(
+        studied.next_loss([0, 1], torch.Generator().manual_seed(0)), own, allow_unused=True
+    )
+    assert general.abs().sum() > 0
+    assert specific is None or specific.abs().sum() == 0
+    general, specific = torch.autograd.grad(studied.task_loss([0, 1]), own, allow_unused=True)
+    assert general is None or general.abs().sum() == 0
+    assert specific.abs().sum() > 0
+    before = method._features(examples)
+    method.learn(state, tasks[1], tasks[1].split(4))
+    assert not torch.equal(method._features(examples), before)
+
+
+# ── LFPT5 ────────────────────────────────────────────────────────────────────────────────────
+
+
+CARD = TaskCard("soups", ("neg", "pos"), {"neg": "negative", "pos": "very positive"})
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("good soup Answer: very positive", ("good soup", 1)),
+        (" cold  soup Answer : Negative ", ("cold  soup", 0)),
+        ("Answer: odd Answer: negative", ("Answer: odd", 0)),
+        ("good soup Answer: neutral", None),
+        ("Answer: negative", None),
+        ("good soup", None),
+        ("", None),
+    ],
+)
+def test_pseudo_samples_are_read_back_or_dropped(written: str, expected) -> None:
+    assert read_sample(written, CARD) == expected
+
+
+def test_what_is_written_can_be_read_back() -> None:
+    assert read_sample(write_sample("good soup", "very positive"), CARD) == ("good soup", 1)
+    pairs = replace(CARD, is_pair=True)
+    found = read_sample(write_sample(("one two", "three four"), "negative"), pairs)
+    assert found == (("one two", "three four"), 0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_lfpt5_rehearses_what_it_wrote(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = make_backbone(kind)
+    method = method_for(backbone, "lfpt5", pseudo_samples=3, prompt_lr=0.1)
+    first, second = make_task("first", rows=10), make_task("second", rows=10, seed=3)
+    state = method.learn(method.start(0), first, first.split(4))
+    written = method._write("first", state.prompt, 4, seed=1)
+    assert len(written) == 4
+    assert written == method._write("first", state.prompt, 4, seed=1)  # by its own seed
+    good = ["good soup Answer : positive", "nonsense", "bad bread Answer : negative"]
+    monkeypatch.setattr(method, "_write", lambda *_: good)
+    rows = method.pseudo_samples(state, state.snapshots["first"].card)
+    names = state.snapshots["first"].card.label_names
+    assert rows.texts == ("good soup", "bad bread")
+    assert [names[label] for label in rows.labels] == ["positive", "negative"]
+    prompt = state.prompt.clone().requires_grad_()
+    pseudo = make_examples(method.view, state.snapshots["first"].card, rows, None, prompt)
+    hooks = LFPT5Hooks(
+        method._writing(TaskCard.of(second), second.split(4).train, prompt),
+        [pseudo],
+        state.prompt,
+        method.settings,
+    )
+    assert float(hooks.rehearsal().detach()) == pytest.approx(0.0, abs=1e-6)  # nothing moved yet
+    with torch.no_grad():
+        prompt += torch.randn(prompt.shape, generator=torch.Generator().manual_seed(0))
+    assert float(hooks.rehearsal().detach()) > 1e-4
+    after = method.learn(state, second, second.split(4))
+    assert after.snapshots["second"].facts["pseudo_samples"] == 2
+    _, today = after.answers(backbone, "first")
+    assert torch.equal(today.rows, after.prompt)
+    assert not torch.equal(after.prompt, state.prompt)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_prompt_after_the_text_stands_after_the_text(kind: str) -> None:
+    """Against embeddings put together by hand, for texts of different lengths."""
+    backbone = make_backbone(kind)
+    method = method_for(backbone, "lfpt5")
+    bank = torch.randn(3, backbone.embed_dim)
+    tokens = backbone.tokenize(["good soup", "bad bread and cold soup"], 3)
+    batch = method.view.assemble(method.view.prepare([Row(t, range(3)) for t in tokens]), bank)
+    for i, each in enumerate(tokens):
+        size = len(each.ids)
+        expected = torch.cat([backbone.embed(torch.tensor(each.ids)), bank])
+        torch.testing.assert_close(batch.inputs_embeds[i, : size + 3], expected)
+        assert batch.is_filled[i].sum() == size + 3
 
 
 # ── forgetting, by measurement ───────────────────────────────────────────────────────────────

@@ -7,8 +7,8 @@ snapshot for every task they can answer. States are values: `learn` returns a ne
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -64,6 +64,13 @@ class MethodInfo:
     forgets: bool = False
     stores_data: bool = False
     packable: bool = True
+    grid: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """What `qtuning tune` tries: factors on default settings; names joined by + move together."""
+
+
+PROMPT_GRID = {"prompt_lr+shared_lr": (0.3, 1.0, 3.0), "epochs": (1.0, 2.0)}
+WEIGHTS_GRID = {"weights_lr": (0.3, 1.0, 3.0), "epochs": (0.5, 1.0)}
+REPLAY_GRID = {"weights_lr": (0.3, 1.0, 3.0), "replay_share": (1.0, 25.0)}
 
 
 _REGISTRY: dict[str, MethodInfo] = {}
@@ -77,6 +84,9 @@ _FILES = (
     "replaying",
     "ewc",
     "multitask",
+    "mbpa",
+    "idbr",
+    "lfpt5",
 )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from qtuning.backbones import Backbone
 from qtuning.config import MethodSettings, TrainSettings
-from qtuning.methods import MethodInfo, register
+from qtuning.methods import PROMPT_GRID, MethodInfo, register
 from qtuning.methods.qtuning import QState, QTuning, QTuningLane
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Split, Task
@@ -49,5 +49,6 @@ register(
         paper="Lester et al., 2021, arXiv 2104.08691",
         make=CarriedPrompt,
         forgets=True,
+        grid=PROMPT_GRID,
     )
 )

@@ -57,7 +57,7 @@ class EWCHooks(Hooks):
         self.anchor = {n: anchor[n].to(p.device) for n, p in parameters.items()}
         self.fisher = {n: fisher[n].to(p.device) for n, p in parameters.items()}
 
-    def penalty(self) -> Tensor | None:
+    def penalty(self, batch: Sequence[int]) -> Tensor | None:
         """See `ewc_penalty`."""
         return ewc_penalty(self.parameters, self.anchor, self.fisher, self.strength)
 
@@ -93,5 +93,6 @@ register(
         make=EWC,
         forgets=True,
         packable=False,
+        grid={"ewc_strength": (0.1, 1.0, 10.0), "weights_lr": (1.0, 3.0)},
     )
 )

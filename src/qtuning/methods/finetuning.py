@@ -6,7 +6,7 @@ model and nothing that protects what it knew. `replaying.py` and `ewc.py` add su
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch import Tensor
 from qtuning.backbones import Backbone, Head
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report
-from qtuning.methods import MethodInfo, register
+from qtuning.methods import WEIGHTS_GRID, MethodInfo, register
 from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task
 from qtuning.tensors import part
 from qtuning.weights import (
     Examples,
+    Groups,
     Hooks,
     fit_weights,
     make_examples,
@@ -103,12 +104,20 @@ class ContinualFineTune:
         hooks = self.hooks(state, lesson)
         order = torch_generator(state.seed, state.learnt, task.name, "order")
         names = (f"{task.name}, seed {state.seed}", task.name)
-        moving = heads.values() if self.trains_old_heads else ()
-        others = [tensor for h in moving for tensor in (h.weight, h.bias)]
+        moving = [*(heads.values() if self.trains_old_heads else ()), *([head] if head else [])]
+        groups = self.groups(moving)
         facts = fit_weights(
-            train, validation, task.metric, self.train, order, hooks, others, report, names
+            train, validation, task.metric, self.train, order, hooks, groups, report, names
         )
         return self.after(state, lesson, facts)
+
+    def groups(self, heads: Sequence[Head]) -> Groups:
+        """What is trained, with learning rates."""
+        outer = [tensor for head in heads for tensor in (head.weight, head.bias)]
+        return [
+            (list(self.worker.model.parameters()), self.train.weights_lr),
+            (outer, self.train.head_lr),
+        ]
 
     def hooks(self, state: WeightState, lesson: Lesson) -> Hooks:
         """What is done beside the plain loss."""
@@ -149,10 +158,15 @@ class ContinualFineTune:
         heads = {
             n: Head(tensors[f"head.{n}.weight"], tensors[f"head.{n}.bias"]) for n in facts["heads"]
         }
-        return WeightState(
-            facts["seed"], self.worker, part(tensors, "weights"), heads, part(tensors, "extra"), facts["memory"],
-            facts["learnt"], snapshots,
-        )  # fmt: skip
+        return replace(
+            self.start(facts["seed"]),
+            weights=part(tensors, "weights"),
+            heads=heads,
+            extra=part(tensors, "extra"),
+            memory=facts["memory"],
+            learnt=facts["learnt"],
+            snapshots=snapshots,
+        )
 
 
 class PerTaskFineTune(ContinualFineTune):
@@ -176,6 +190,7 @@ register(
         paper="Devlin et al., 2019, arXiv 1810.04805",
         make=PerTaskFineTune,
         packable=False,
+        grid=WEIGHTS_GRID,
     )
 )
 register(
@@ -186,5 +201,6 @@ register(
         make=ContinualFineTune,
         forgets=True,
         packable=False,
+        grid=WEIGHTS_GRID,
     )
 )

@@ -17,10 +17,10 @@ from torch import Tensor
 from qtuning.backbones import Backbone
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report
-from qtuning.methods import MethodInfo, register
+from qtuning.methods import WEIGHTS_GRID, MethodInfo, register
 from qtuning.methods.finetuning import WeightState
 from qtuning.methods.replaying import WithMemory
-from qtuning.tasks import Split, Task
+from qtuning.tasks import Rows, Split, Task
 from qtuning.weights import Examples, Hooks
 
 
@@ -31,7 +31,7 @@ class JointHooks(Hooks):
         self.others, self.batch, self.generator = others, batch, generator
         self.pending: list[list[int]] = [[] for _ in others]
 
-    def penalty(self) -> Tensor | None:
+    def penalty(self, batch: Sequence[int]) -> Tensor | None:
         """The sum of the other tasks' losses."""
         if not self.others:
             return None
@@ -53,8 +53,9 @@ class MultiTask(WithMemory):
     def learn(
         self, state: WeightState, task: Task, split: Split, report: Report | None = None
     ) -> WeightState:
-        """All tasks so far, from the beginning."""
-        return super().learn(replace(state, weights={}), task, split, report)
+        """All tasks so far, from the beginning; the last epoch is kept, because one task's validation is no judge."""
+        unjudged = replace(split, validation=Rows((), ()))
+        return super().learn(replace(state, weights={}), task, unjudged, report)
 
     def use(self, memories: Sequence[Examples], generator: torch.Generator) -> Hooks:
         """Every earlier task in every step."""
@@ -70,5 +71,6 @@ register(
         forgets=True,
         stores_data=True,
         packable=False,
+        grid=WEIGHTS_GRID,
     )
 )

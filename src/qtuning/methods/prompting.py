@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from qtuning.backbones import Backbone
 from qtuning.config import MethodSettings, TrainSettings
-from qtuning.methods import MethodInfo, register
+from qtuning.methods import PROMPT_GRID, MethodInfo, register
 from qtuning.methods.qtuning import QTuning
 
 LESTER = "Lester et al., 2021, arXiv 2104.08691"
@@ -45,13 +45,22 @@ def prog_prompt(backbone: Backbone, settings: MethodSettings, train: TrainSettin
     return QTuning(backbone, growing, train)
 
 
-register(MethodInfo("per-task-prompt", "a fresh prompt for every task", LESTER, per_task_prompt))
+register(
+    MethodInfo(
+        "per-task-prompt",
+        "a fresh prompt for every task",
+        LESTER,
+        per_task_prompt,
+        grid=PROMPT_GRID,
+    )
+)
 register(
     MethodInfo(
         "per-task-prompt-long",
         "a fresh prompt for every task, as long as the whole Q-prompt (length control)",
         LESTER,
         per_task_prompt_long,
+        grid=PROMPT_GRID,
     )
 )
 register(
@@ -60,6 +69,7 @@ register(
         "a long prompt shared by all tasks, kept by retention, and a short one per task; no queue",
         "Guo et al., 2024, arXiv 2404.14607, section 5",
         shared_prompt,
+        grid=PROMPT_GRID,
     )
 )
 register(
@@ -68,5 +78,6 @@ register(
         "all earlier prompts stay before the new one; the sequence grows with every task",
         "Razdaibiedina et al., 2023, arXiv 2301.12314",
         prog_prompt,
+        grid=PROMPT_GRID,
     )
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 from qtuning.backbones import Backbone, Head, Row, Tokens
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report, fit_lanes
-from qtuning.methods import MethodInfo, register
+from qtuning.methods import PROMPT_GRID, MethodInfo, register
 from qtuning.objectives import make_discriminator
 from qtuning.prompts import compose, make_mlp, residual_mlp, sample_vocabulary_rows
 from qtuning.queue import PromptQueue
@@ -314,5 +314,6 @@ register(
         description="queue of frozen prompts with DQ-PCA eviction, rank-one scale, shared prefix, retention",
         paper="Guo et al., 2024, arXiv 2404.14607",
         make=QTuning,
+        grid=PROMPT_GRID,
     )
 )

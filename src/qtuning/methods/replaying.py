@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, Head
-from qtuning.methods import MethodInfo, register
+from qtuning.methods import REPLAY_GRID, WEIGHTS_GRID, MethodInfo, register
 from qtuning.methods.finetuning import ContinualFineTune, Lesson, WeightState
 from qtuning.seeding import numpy_generator, torch_generator
 from qtuning.snapshots import TaskCard
-from qtuning.tasks import Rows
-from qtuning.weights import Examples, Hooks
+from qtuning.tasks import Rows, Task
+from qtuning.weights import Examples, Hooks, make_examples
 
 
 def choose_memory(rows: Rows, classes: int, share: float, generator: Any) -> list[int]:
-    """Places of a share of the rows, equally many of each class, one at least."""
+    """Places of a share of the rows, equally many of each class, one at least; 1 means all."""
+    if share >= 1:
+        return list(range(len(rows)))
     each = max(1, math.floor(share * len(rows) / classes))
     order = generator.permutation(len(rows)).tolist()
     return sorted(
@@ -41,8 +43,7 @@ class WithMemory(ContinualFineTune):
     def hooks(self, state: WeightState, lesson: Lesson) -> Hooks:
         """What is kept, as examples for the worker, and what the method does with them."""
         memories = [
-            _remembered(self.worker, kept, lesson.heads.get(name))
-            for name, kept in state.memory.items()
+            recall(self.worker, kept, lesson.heads.get(name)) for name, kept in state.memory.items()
         ]
         return self.use(memories, torch_generator(state.seed, state.learnt, "memory"))
 
@@ -53,25 +54,30 @@ class WithMemory(ContinualFineTune):
     def after(self, state: WeightState, lesson: Lesson, facts: dict[str, float]) -> WeightState:
         """Some of this task's texts are kept too."""
         new = super().after(state, lesson, facts)
-        task, train = lesson.task, lesson.split.train
-        generator = numpy_generator(state.seed, state.learnt, task.name, "memory")
-        share = self.settings.replay_share
-        kept = train.at(choose_memory(train, len(task.label_names), share, generator))
-        entry = {
-            "texts": [list(t) if isinstance(t, tuple) else t for t in kept.texts],
-            "labels": list(kept.labels),
-            "card": {**asdict(TaskCard.of(task)), "label_names": list(task.label_names)},
-        }
-        return replace(new, memory={**state.memory, task.name: entry})
+        kept = lesson.split.train.at(self.choose(state, lesson))
+        return replace(new, memory={**state.memory, lesson.task.name: remember(lesson.task, kept)})
+
+    def choose(self, state: WeightState, lesson: Lesson) -> list[int]:
+        """Which of the training examples are kept."""
+        generator = numpy_generator(state.seed, state.learnt, lesson.task.name, "memory")
+        classes = len(lesson.task.label_names)
+        return choose_memory(lesson.split.train, classes, self.settings.replay_share, generator)
 
 
-def _remembered(worker: Backbone, kept: dict[str, Any], head: Head | None) -> Examples:
-    card = kept["card"]
-    answers = worker.answers([card["label_words"][name] for name in card["label_names"]])
-    texts = [tuple(t) if isinstance(t, list) else t for t in kept["texts"]]
-    return Examples(
-        worker, answers, head, worker.tokenize(texts, 0, answers.longest), kept["labels"]
-    )
+def remember(task: Task, rows: Rows) -> dict[str, Any]:
+    """Rows of a task as JSON."""
+    return {
+        "texts": [list(t) if isinstance(t, tuple) else t for t in rows.texts],
+        "labels": list(rows.labels),
+        "card": {**asdict(TaskCard.of(task)), "label_names": list(task.label_names)},
+    }
+
+
+def recall(worker: Backbone, kept: dict[str, Any], head: Head | None) -> Examples:
+    """What `remember` gave, as examples for a backbone."""
+    texts = tuple(tuple(t) if isinstance(t, list) else t for t in kept["texts"])
+    card = TaskCard(**{**kept["card"], "label_names": tuple(kept["card"]["label_names"])})
+    return make_examples(worker, card, Rows(texts, kept["labels"]), head)
 
 
 class ReplayHooks(Hooks):
@@ -157,6 +163,7 @@ register(
         forgets=True,
         stores_data=True,
         packable=False,
+        grid=REPLAY_GRID,
     )
 )
 register(
@@ -168,5 +175,6 @@ register(
         forgets=True,
         stores_data=True,
         packable=False,
+        grid=WEIGHTS_GRID,
     )
 )

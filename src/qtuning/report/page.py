@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -36,6 +37,8 @@ def render_page(records: Records) -> str:
 
 def _score(pair: tuple[float, float | None]) -> str:
     mean, sd = pair
+    if math.isnan(mean):
+        return "–"
     return f"{100 * mean:.1f}" if sd is None else f"{100 * mean:.1f} ± {100 * sd:.1f}"
 
 
@@ -46,7 +49,7 @@ def _by_stream(groups: Sequence[Group]) -> list[dict[str, Any]]:
     for stream, backbone in keys:
         own = [group for group in groups if (group.stream, group.backbone) == (stream, backbone)]
         tasks = list(own[0].runs[0]["tasks"])
-        curves = {group.label: group.mean_curve() for group in own}
+        curves = {group.label: curve for group in own if (curve := group.mean_curve())}
         chart = line_chart(curves, tasks, "Average score of the tasks learnt so far")
         found.append(
             {"stream": stream, "backbone": backbone, "chart": Markup(chart), "tasks": tasks}
@@ -86,6 +89,8 @@ def _transfer(group: Group, tasks: Sequence[str]) -> str:
     """Backward transfer per task, and forward transfer where the next task was scored before it was learnt."""
     matrix = group.mean_matrix()
     last = len(tasks)
+    if any(matrix[j + 1][j] is None for j in range(last)):
+        return ""
     backward = [(matrix[last][j] or 0) - (matrix[j + 1][j] or 0) for j in range(last)]
     series = {"backward: end - when learnt": backward}
     before = [matrix[j][j] for j in range(last)]

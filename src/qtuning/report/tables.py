@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +36,10 @@ class Group:
         return [run[key] for run in self.runs]
 
     def mean_sd(self, key: str) -> tuple[float, float | None]:
-        """Mean and sample standard deviation over seeds; None for a single seed."""
+        """Mean and sample standard deviation over seeds; None for a single seed, nan for what was not measured."""
         values = self.values(key)
+        if None in values:
+            return math.nan, None
         return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
 
     def mean_matrix(self) -> list[list[float | None]]:
@@ -48,8 +51,10 @@ class Group:
         ]
 
     def mean_curve(self) -> list[float]:
-        """Average score so far after each task, mean over seeds."""
+        """Average score so far after each task, mean over seeds; empty where only the end was measured."""
         curves = [run["average_so_far"] for run in self.runs]
+        if any(None in curve for curve in curves):
+            return []
         return [statistics.mean(points) for points in zip(*curves, strict=True)]
 
 

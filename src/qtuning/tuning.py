@@ -1,0 +1,105 @@
+"""Choosing hyper-parameters on streams set aside for it: every method with the same number of tries.
+
+A method declares a small grid of factors on the family's defaults (`MethodInfo.grid`). Every candidate is an
+ordinary run with a record, so tuning can be stopped and gone on with; the best average score at the end of the
+tuning streams wins, over all seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+
+from qtuning.config import make_settings, settings_dict
+from qtuning.errors import ConfigError
+from qtuning.files import write_atomic
+from qtuning.methods import list_methods
+from qtuning.runs import RunConfig, run
+
+BUDGET = 6
+"""Candidates of every method that has something to tune."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate and what it scored."""
+
+    settings: dict[str, Any]
+    scores: list[float]
+    """Average score at the end of each stream and seed."""
+
+    @property
+    def score(self) -> float:
+        """Mean over streams and seeds."""
+        return mean(self.scores)
+
+
+def candidates(method: str, family: str, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The method's grid around the base settings, whole numbers rounded and at least 1."""
+    grid = list_methods()[method].grid
+    start = settings_dict(*make_settings(family, **base))
+    found = []
+    for factors in itertools.product(*grid.values()):
+        own: dict[str, Any] = {}
+        for names, factor in zip(grid, factors, strict=True):
+            for name in names.split("+"):
+                value = start[name] * factor
+                is_whole = isinstance(start[name], int)
+                own[name] = max(1, round(value)) if is_whole else float(f"{value:.3g}")
+        found.append(own)
+    return found
+
+
+def tune(
+    config: RunConfig,
+    streams: Sequence[str],
+    seeds: Sequence[int],
+    family: str,
+    root: Path,
+    after: Callable[[Tried], None] | None = None,
+    **how: Any,
+) -> list[Tried]:
+    """All candidates of a method, best first; a tie goes to the one declared first.
+
+    Args:
+        config: The run to tune; its stream is replaced by each of `streams`.
+        streams: Set aside for tuning: never reported.
+        seeds: One run each.
+        family: Of the model, whose defaults the grid starts from.
+        root: Where the records lie.
+        after: Called with every finished candidate.
+        how: Passed on to `runs.run`.
+    """
+    if any(stream.startswith("order-") for stream in streams):
+        raise ConfigError(
+            "the paper's orders are for reporting; tune on other streams, such as 'tuning'."
+        )
+    tried = []
+    for own in candidates(config.method, family, config.settings):
+        scores = []
+        for stream in streams:
+            wanted = replace(config, stream=stream, settings={**config.settings, **own})
+            scores += [result["average_score"] for result in run(wanted, seeds, root, **how)]
+        tried.append(Tried(own, scores))
+        if after:
+            after(tried[-1])
+    return sorted(tried, key=lambda each: -each.score)
+
+
+def write_preset(path: Path, config: RunConfig, tried: Sequence[Tried], about: str) -> None:
+    """The winner as a preset that `qtuning run --preset FILE` takes, with every candidate beside it."""
+    preset = {
+        "description": f"{config.method} on {config.model}, {about}",
+        "settings": {**config.settings, **tried[0].settings},
+        "tried": [
+            {key: value for key, value in {**asdict(each), "mean": each.score}.items()}
+            for each in tried
+        ],
+    }
+    write_atomic(path, yaml.safe_dump(preset, sort_keys=False).encode())

@@ -1,0 +1,93 @@
+"""Choosing hyper-parameters: the grid, the choice, the preset, the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from qtuning.cli import app
+from qtuning.errors import ConfigError
+from qtuning.presets import get_preset
+from qtuning.runs import RunConfig
+from qtuning.streams import get_stream
+from qtuning.tuning import candidates, tune, write_preset
+from tests.conftest import make_model, make_tokenizer
+
+
+def test_the_grid_starts_from_the_familys_defaults() -> None:
+    found = candidates("q-tuning", "seq2seq", {"epochs": 3})
+    assert [each["prompt_lr"] for each in found[::2]] == [0.09, 0.3, 0.9]
+    assert all(each["prompt_lr"] == each["shared_lr"] for each in found)
+    assert [each["epochs"] for each in found[:2]] == [3, 6]
+    assert [each["replay_share"] for each in candidates("replay", "encoder", {})[:2]] == [
+        0.01,
+        0.25,
+    ]
+    assert candidates("q-tuning", "encoder", {"epochs": 1})[0]["epochs"] == 1
+    assert candidates("linear-probe", "encoder", {}) == [{}]
+
+
+def test_the_best_mean_wins_and_is_written_as_a_preset(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def fake_run(config, seeds, root, **how):
+        asked.append((config.stream, config.settings))
+        rate, epochs = config.settings["prompt_lr"], config.settings["epochs"]
+        bonus = {"demo": 0.0, "tuning": 0.1}[config.stream]
+        return [{"average_score": rate * 10 + epochs / 1000 + bonus + s / 100} for s in seeds]
+
+    monkeypatch.setattr("qtuning.tuning.run", fake_run)
+    config = RunConfig("demo", settings={"shots": 4})
+    tried = tune(config, ["tuning", "demo"], [0, 1], "encoder", tmp_path)
+    assert len(tried) == 6
+    assert len(asked) == 12
+    assert all(settings["shots"] == 4 for _, settings in asked)
+    assert tried[0].settings == {"prompt_lr": 0.03, "shared_lr": 0.03, "epochs": 30}
+    assert tried[0].score == pytest.approx(0.3 + 0.03 + 0.05 + 0.005)
+    assert [t.score for t in tried] == sorted((t.score for t in tried), reverse=True)
+    write_preset(tmp_path / "mine.yaml", config, tried, "chosen here")
+    assert get_preset(str(tmp_path / "mine.yaml")) == {"shots": 4, **tried[0].settings}
+    assert len(yaml.safe_load((tmp_path / "mine.yaml").read_text())["tried"]) == 6
+    ready = RunConfig("demo", preset=str(tmp_path / "mine.yaml")).resolved()
+    assert ready.settings["prompt_lr"] == 0.03
+
+
+def test_reported_streams_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the paper's orders are for reporting"):
+        tune(RunConfig("order-09"), ["order-09"], [0], "encoder", tmp_path)
+
+
+def test_tuning_tasks_are_in_no_reported_stream() -> None:
+    aside = set(get_stream("tuning").tasks)
+    for name in ("demo", "starter-four", "order-09"):
+        assert not aside & set(get_stream(name).tasks)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_model("bert").save_pretrained("model")
+    make_tokenizer("bert").save_pretrained("model")
+    stream = {
+        "name": "two", "version": 1, "description": "two tasks", "tasks": ["spam", "urgency"]
+    }  # fmt: skip
+    Path("two.yaml").write_text(yaml.safe_dump(stream))
+    flags = ["--model", "./model", "--streams", "two.yaml", "--seeds", "0", "--shots", "2"]
+    flags += ["--test-limit", "2", "--set", "queue_size=2", "--set", "epochs=1"]
+    result = CliRunner().invoke(
+        app, ["tune", "--method", "per-task-prompt", *flags, "-o", "p.yaml"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.output.count("prompt_lr") >= 6
+    assert set(get_preset("p.yaml")) >= {"prompt_lr", "epochs", "shots", "queue_size"}
+    assert len(list(Path("runs/tuning").rglob("result.json"))) == 6
+
+
+def test_a_preset_file_without_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text("description: nothing\n")
+    with pytest.raises(ConfigError, match="the key 'settings' is missing"):
+        get_preset(str(tmp_path / "odd.yaml"))
