@@ -47,6 +47,8 @@ class JointHooks(Hooks):
 class MultiTask(WithMemory):
     """The bound."""
 
+    trains_old_heads = True
+
     def __init__(self, backbone: Backbone, settings: MethodSettings, train: TrainSettings):
         super().__init__(backbone, replace(settings, replay_share=1.0), train)
 

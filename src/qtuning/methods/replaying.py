@@ -36,9 +36,10 @@ def choose_memory(rows: Rows, classes: int, share: float, generator: Any) -> lis
 
 
 class WithMemory(ContinualFineTune):
-    """Fine-tuning that keeps some texts of every task."""
+    """Fine-tuning that keeps some texts of every task.
 
-    trains_old_heads = True
+    Old heads do not move, only what they read does: a head trained on a handful of kept texts overfits them.
+    """
 
     def hooks(self, state: WeightState, lesson: Lesson) -> Hooks:
         """What is kept, as examples for the worker, and what the method does with them."""
@@ -145,9 +146,7 @@ class AGemHooks(Hooks):
 
 
 class AGem(WithMemory):
-    """Averaged gradient episodic memory. Old heads do not move: only what they read does."""
-
-    trains_old_heads = False
+    """Averaged gradient episodic memory."""
 
     def use(self, memories: Sequence[Examples], generator: torch.Generator) -> Hooks:
         """Projection against what is kept."""
