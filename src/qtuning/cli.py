@@ -197,7 +197,7 @@ def predict(
     collection: Collection,
     texts: Annotated[list[str] | None, typer.Argument(help="One or more texts.")] = None,
     task: Annotated[
-        str | None, typer.Option(help="Which task; not needed if there is only one.")
+        str | None, typer.Option(help="Which task; found by the text if left out.")
     ] = None,
     text_b: Annotated[
         str | None, typer.Option(help="The second text, for a task on pairs.")
@@ -208,10 +208,12 @@ def predict(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Label texts with a task of a collection.
+    """Label texts with a task of a collection, or find the task first.
 
     Examples:
     `qtuning predict support "Where is my money?" --task refunds`
+
+    `qtuning predict support "Where is my money?"`
 
     `qtuning predict support --file inbox.txt --task tone --json`
     """
@@ -230,15 +232,21 @@ def predict(
     if text_b is not None:
         rows = [(row, text_b) for row in rows]
     tuner = QTuner.from_pretrained(collection, device=device)
-    found = tuner.predict_proba(rows, task)
-    assert isinstance(found, list)
-    for row, probabilities in zip(rows, found, strict=True):
-        label = max(probabilities, key=probabilities.__getitem__)
-        if as_json:
-            _print_json({"text": row, "label": label, "probabilities": probabilities}, indent=None)
+    is_told = task is not None or len(tuner.tasks) == 1
+    found: Any = tuner.predict_proba(rows, task) if is_told else tuner.answer(rows)
+    for row, each in zip(rows, found, strict=True):
+        said: dict[str, Any] = {"text": row}
+        if isinstance(each, dict):
+            label, probabilities = max(each, key=each.__getitem__), each
         else:
-            shown = " / ".join(row) if isinstance(row, tuple) else row
-            typer.echo(f"{label}\t{probabilities[label]:.3f}\t{shown}")
+            label, probabilities = each.label, each.probabilities
+            said |= {"task": each.task, "similarity": each.similarity}
+        if as_json:
+            _print_json({**said, "label": label, "probabilities": probabilities}, indent=None)
+            continue
+        shown = " / ".join(row) if isinstance(row, tuple) else row
+        where = f"{said['task'] or '-'} {said['similarity']:.2f}\t" if "task" in said else ""
+        typer.echo(f"{where}{label}\t{probabilities.get(label, 0.0):.3f}\t{shown}")
 
 
 app.command()(run)

@@ -48,8 +48,8 @@ class MethodSettings:
     """Of a task's training examples, those that methods with a memory keep; one per class at least."""
     replay_every: int = 10
     """Steps between two replays of what is kept."""
-    ewc_strength: float = 1e5
-    """Weight of EWC's penalty, lambda. Squared gradients of a trained model are tiny, so it is large."""
+    ewc_strength: float = 1e9
+    """Weight of EWC's penalty, lambda. Where the training loss is near 0 squared gradients are tiny, so it is large."""
     neighbours: int = 32
     """Stored examples that MBPA++ adapts to before it answers a text."""
     local_steps: int = 30

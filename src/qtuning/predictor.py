@@ -61,10 +61,9 @@ class Predictor:
 
     def _tokens(self, name: str, texts: Sequence[Text], answerer: Answerer) -> list[Tokens]:
         is_pair = self.snapshots[name].card.is_pair
+        check_texts(texts)
         for text in texts:
             parts = text if isinstance(text, tuple) else (text,)
-            if not all(isinstance(part, str) and part.strip() for part in parts):
-                raise TaskError(f"a text to predict must be a non-empty string, got {text!r}.")
             if isinstance(text, tuple) != is_pair or len(parts) > 2:
                 wanted = (
                     "pairs of texts: pass a tuple of two, or --text-b"
@@ -73,6 +72,14 @@ class Predictor:
                 )
                 raise TaskError(f"task {name!r} takes {wanted}, got {text!r}.")
         return self.backbone.tokenize(texts, len(answerer.layout), answerer.answers.longest)
+
+
+def check_texts(texts: Sequence[Text]) -> None:
+    """Refuse what is no text."""
+    for text in texts:
+        parts = text if isinstance(text, tuple) else (text,)
+        if not all(isinstance(part, str) and part.strip() for part in parts):
+            raise TaskError(f"a text to predict must be a non-empty string, got {text!r}.")
 
 
 class RoutedPredictor(Predictor):

@@ -85,7 +85,7 @@ class RunJournal(Journal):
             _truncate(folder / "events.jsonl", facts["events"])
             run.done, run.seconds, run.parts = facts["done"], facts["seconds"], facts["parts"]
             run.matrix, run.sampled = _from_json(facts["matrix"]), _from_json(facts["sampled"])
-            run.unchanged = facts["unchanged"]
+            run.unchanged, run.found = facts["unchanged"], facts["found"]
             snapshots = DiskSnapshots(folder / "tasks", run.tasks[: run.done])
             run.state = self.method.unpack(part(tensors, "method"), facts["method"], snapshots)
             run.when_learnt = _Scores(folder / "tasks", run.tasks[: run.done])
@@ -142,6 +142,7 @@ class RunJournal(Journal):
                 "seconds": run.seconds,
                 "parts": run.parts,
                 "unchanged": run.unchanged,
+                "found": run.found,
                 "matrix": to_json(run.matrix),
                 "sampled": to_json(run.sampled),
                 "method": facts,

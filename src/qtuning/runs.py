@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -237,6 +238,7 @@ def result_of(
             "evicted": facts.get("evicted", False),
             "scale": facts.get("scale_u", []),
             "unchanged": run.unchanged[name],
+            **run.found[name],
         }
     measured = matrix[0, 0] == matrix[0, 0]
     return {
@@ -255,6 +257,8 @@ def result_of(
         "backward_transfer": _known(backward_transfer(matrix)),
         "forgetting": _known(forgetting(run.sampled)),
         "forward_transfer": forward_transfer(matrix) if measured else None,
+        "task_found": mean(entry["found"] for entry in run.found.values()),
+        "task_free_accuracy": mean(e["task_free_accuracy"] for e in run.found.values()),
         "average_so_far": [_known(value) for value in average_so_far(matrix)],
         "matrix": to_json(matrix),
         "tasks": tasks,

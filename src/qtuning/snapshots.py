@@ -40,6 +40,19 @@ class TaskCard:
 
 
 @dataclass(frozen=True)
+class TaskKey:
+    """Where a task's texts lie among all texts; see `keys`."""
+
+    vector: Tensor
+    """[h], of unit length."""
+    mean: Tensor
+    spread: Tensor
+    """[h] each: the space that the vector lies in."""
+    threshold: float
+    """Similarity below which a text is of an unknown task."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """[shared prefix; scale * (queue, prompt)] exactly as trained, with the head or label words."""
 
@@ -51,12 +64,21 @@ class Snapshot:
     """Scores, split sizes and cost, for people."""
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     """The whole model's, of a method that keeps a model for every task; empty for all others."""
+    key: TaskKey | None = None
+    """Finds the task of a text that comes without one."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What is kept on disk."""
         head = {"head.weight": self.head.weight, "head.bias": self.head.bias} if self.head else {}
         weights = {f"weights.{name}": tensor for name, tensor in self.weights.items()}
-        return {"rows": self.rows, **head, **weights}
+        return {"rows": self.rows, **head, **weights, **self._key_tensors()}
+
+    def _key_tensors(self) -> dict[str, Tensor]:
+        if self.key is None:
+            return {}
+        named = {"vector": self.key.vector, "mean": self.key.mean, "spread": self.key.spread}
+        named["threshold"] = torch.tensor(self.key.threshold, dtype=torch.float64)
+        return {f"key.{name}": tensor for name, tensor in named.items()}
 
     @classmethod
     def from_tensors(
@@ -66,7 +88,9 @@ class Snapshot:
         about = TaskCard(**{**card, "label_names": tuple(card["label_names"])})
         head = part(tensors, "head")
         weights = part(tensors, "weights")
-        return cls(about, tensors["rows"], Head(**head) if head else None, facts, weights)
+        found = part(tensors, "key")
+        key = TaskKey(**{**found, "threshold": float(found["threshold"])}) if found else None  # type: ignore[arg-type]
+        return cls(about, tensors["rows"], Head(**head) if head else None, facts, weights, key)
 
     def answerer(self, backbone: Backbone) -> Answerer:
         """This task, ready for `scoring.score` on that backbone."""

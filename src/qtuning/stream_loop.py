@@ -18,6 +18,7 @@ from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
 from qtuning.errors import ConfigError, unknown
 from qtuning.evaluation import Matrix, score_parts, score_predictions
+from qtuning.keys import Finder, keys_of, read_features, with_key
 from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import Method
 from qtuning.protocols import make_split
@@ -49,6 +50,8 @@ class StreamRun:
     """Log-probabilities of the test rows when a task was learnt."""
     unchanged: dict[str, bool | None] = field(default_factory=dict)
     """For each task whether its scores at the end are, byte for byte, those when it was learnt; None if unknown."""
+    found: dict[str, dict[str, float]] = field(default_factory=dict)
+    """For each task, at the end, of its test rows without the task: shares whose task was found, and answered right."""
     done: int = 0
     """Tasks learnt and scored."""
 
@@ -112,6 +115,7 @@ def run_streams(
         _learn(method, backbone, runs, task, train, report, journal, fits)
         fits = None
         for run in runs:
+            run.state = with_key(backbone, run.state, task.name, run.splits[task.name])
             run.seconds[task.name] = (time.perf_counter() - began) / len(runs)
             _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows)
             _measure_untaught(run, i, backbone, tasks[i : i + 1], inner_rows)
@@ -186,6 +190,7 @@ def _measure_taught(
     if hasattr(run.state, "adapted") and not is_last:
         run.when_learnt[tasks[i - 1].name] = torch.zeros(0)
         return
+    finders = {p: Finder(keys_of(run.state.snapshots, p)) for p in (False, True)} if is_last else {}
     for j, task in enumerate(tasks[:i]):
         rows = run.splits[task.name].test
         sample = _sample_places(len(rows), task.name, inner_rows)
@@ -208,6 +213,17 @@ def _measure_taught(
             run.unchanged[task.name] = torch.equal(again, then) if len(then) else None
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
+            run.found[task.name] = _task_free(finders[task.is_pair], backbone, task, rows, guess)
+
+
+def _task_free(
+    finder: Finder, backbone: Backbone, task: Task, rows: Rows, guess: Sequence[int]
+) -> dict[str, float]:
+    """Shares of rows whose task is found by its key, and whose label is right as well."""
+    found = finder.find(read_features(backbone, rows.texts))
+    is_found = [each.task == task.name for each in found]
+    right = [f and g == y for f, g, y in zip(is_found, guess, rows.labels, strict=True)]
+    return {"found": float(np.mean(is_found)), "task_free_accuracy": float(np.mean(right))}
 
 
 def _measure_untaught(

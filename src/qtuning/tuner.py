@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from dataclasses import replace as replaced
 from os import PathLike
 from pathlib import Path
@@ -18,12 +19,28 @@ from qtuning.collection import Collection, damage_named, read_collection, write_
 from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
+from qtuning.keys import Finder, Found, keys_of, read_features, with_key
 from qtuning.lanes import Report
 from qtuning.methods import make_method
-from qtuning.predictor import Predictor, make_predictor
+from qtuning.predictor import Predictor, check_texts, make_predictor
 from qtuning.progress import LearningBar
 from qtuning.snapshots import TaskCard
 from qtuning.tasks import SPLIT_NAMES, Rows, Task, Text
+
+UNKNOWN = "unknown"
+"""The label of a text that is of no known task."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is known of a text that came without a task."""
+
+    task: str | None
+    """None for a text of no known task."""
+    similarity: float
+    """To the nearest task's key, at most 1."""
+    label: str
+    probabilities: dict[str, float]
 
 
 class QTuner:
@@ -118,6 +135,7 @@ class QTuner:
                     report(now)
 
             learnt = self.method.learn(self.state, task, split, both)
+            learnt = with_key(self.backbone, learnt, task.name, split)
         seconds = time.perf_counter() - began
         snapshots = dict(learnt.snapshots)
         new = snapshots.pop(task.name)
@@ -153,12 +171,54 @@ class QTuner:
         """The label of a text, or of each text of a list; `task` may name one per text.
 
         A pair of texts is a tuple. Texts of different tasks share the same passes and are answered
-        as they would be one by one.
+        as they would be one by one. Without a task, each text's is found first (see `answer`), and a
+        text of no known task is `unknown`.
         """
+        if task is None and len(self.tasks) > 1:
+            found = self.answer(texts)
+            return [each.label for each in found] if isinstance(found, list) else found.label
         probabilities = self.predict_proba(texts, task)
         if isinstance(probabilities, dict):
             return max(probabilities, key=probabilities.__getitem__)
         return [max(each, key=each.__getitem__) for each in probabilities]
+
+    def answer(self, texts: Any) -> Answer | list[Answer]:
+        """Task, similarity and label of a text, or of each text of a list, without being told the task."""
+        single = not isinstance(texts, list)
+        rows: list[Text] = [texts] if single else texts
+        found = self.find_tasks(rows)
+        known = [i for i, each in enumerate(found) if each.is_known]
+        asked = self.predict_proba([rows[i] for i in known], [found[i].task for i in known])
+        assert isinstance(asked, list)
+        shares = dict(zip(known, asked, strict=True))
+        answers = [
+            Answer(each.task, each.similarity, max(shares[i], key=shares[i].__getitem__), shares[i])
+            if i in shares
+            else Answer(None, each.similarity, UNKNOWN, {})
+            for i, each in enumerate(found)
+        ]
+        return answers[0] if single else answers
+
+    def find_tasks(self, texts: list[Text]) -> list[Found]:
+        """The task of each text, by the keys that were learnt with the tasks."""
+        check_texts(texts)
+        keyless = [name for name, s in self.state.snapshots.items() if s.key is None]
+        if keyless:
+            raise TaskError(
+                f"say which task (task=…, --task): {', '.join(keyless)} was learnt without a key; learn it again."
+            )
+        if not self.tasks:
+            raise TaskError("no task was learnt yet; teach one first (learn, qtuning learn).")
+        pairs = {isinstance(text, tuple) for text in texts}
+        found: dict[int, Found] = {}
+        for is_pair in pairs:
+            keys = keys_of(self.state.snapshots, is_pair)
+            if not keys:
+                raise TaskError(f"no task takes {'pairs of texts' if is_pair else 'single texts'}.")
+            places = [i for i, text in enumerate(texts) if isinstance(text, tuple) == is_pair]
+            features = read_features(self.backbone, [texts[i] for i in places])
+            found |= dict(zip(places, Finder(keys).find(features), strict=True))
+        return [found[i] for i in range(len(texts))]
 
     def predict_proba(
         self, texts: Any, task: str | Sequence[str] | None = None
@@ -228,11 +288,13 @@ class QTuner:
 
     def _task_per_text(self, rows: list[Text], task: str | Sequence[str] | None) -> list[str]:
         if task is None:
-            if len(self.tasks) != 1:
-                raise TaskError(
-                    f"say which task (task=…, --task): one of {', '.join(self.tasks) or 'none yet'}."
-                )
-            task = next(iter(self.tasks))
+            if not self.tasks:
+                raise TaskError("no task was learnt yet; teach one first (learn, qtuning learn).")
+            task = (
+                next(iter(self.tasks))
+                if len(self.tasks) == 1
+                else [found.task for found in self.find_tasks(rows)]
+            )
         names = [task] * len(rows) if isinstance(task, str) else list(task)
         if len(names) != len(rows):
             raise TaskError(f"{len(rows)} texts but {len(names)} task names; give one per text.")

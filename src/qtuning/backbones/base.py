@@ -313,6 +313,10 @@ class Backbone:
         """
         raise NotImplementedError
 
+    def text_states(self, batch: Batch) -> Tensor:
+        """[b, s, h]: what the model makes of every position, answers and heads aside."""
+        raise NotImplementedError
+
     def closed(self, sequence: TokenIds) -> TokenIds:
         """A label's tokens as generation would write them to the end."""
         return sequence

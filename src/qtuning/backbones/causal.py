@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
     MIN_TEXT_TOKENS,
+    Batch,
     Reading,
     Tokens,
     VocabularyBackbone,
@@ -74,12 +75,17 @@ class CausalBackbone(VocabularyBackbone):
                 return self._read_text_once(reading, bank)
             reading = reading.expanded()
         batch = self.assemble(reading, bank)
+        states = self.text_states(batch)
+        longest = reading.path.shape[1] + 1
+        return gather_reads(states, batch.end - 1, reading.reads, longest)
+
+    def text_states(self, batch: Batch) -> Tensor:
+        """[b, s, h]."""
         with self._without_mask():
             states: Tensor = self.model.base_model(
                 inputs_embeds=batch.inputs_embeds, use_cache=False
             ).last_hidden_state
-        longest = reading.path.shape[1] + 1
-        return gather_reads(states, batch.end - 1, reading.reads, longest)
+        return states
 
     @contextmanager
     def _without_mask(self) -> Iterator[None]:

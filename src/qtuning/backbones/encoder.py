@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones.answers import AnswerSet
-from qtuning.backbones.base import Backbone, Head, Reading, Tokens
+from qtuning.backbones.base import Backbone, Batch, Head, Reading, Tokens
 from qtuning.errors import BackboneError
 from qtuning.tasks import Text
 
@@ -45,14 +45,19 @@ class EncoderBackbone(Backbone):
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[n, 1, h]: one read-out per row."""
         batch = self.assemble(reading, bank)
-        extra = {"token_type_ids": batch.token_types} if self._uses_types else {}
-        states: Tensor = self.model(
-            inputs_embeds=batch.inputs_embeds, attention_mask=self.mask(batch.is_filled), **extra
-        ).last_hidden_state
+        states = self.text_states(batch)
         if self.readout == "cls":
             return states[:, :1]
         kept = batch.is_text.unsqueeze(-1).to(states)
         return (states * kept).sum(dim=1, keepdim=True) / kept.sum(dim=1, keepdim=True)
+
+    def text_states(self, batch: Batch) -> Tensor:
+        """[b, s, h]."""
+        extra = {"token_type_ids": batch.token_types} if self._uses_types else {}
+        states: Tensor = self.model(
+            inputs_embeds=batch.inputs_embeds, attention_mask=self.mask(batch.is_filled), **extra
+        ).last_hidden_state
+        return states
 
     def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
         """[..., n, 1, h] -> [..., n, 1, classes]; heads may be stacked along the leading dimensions."""

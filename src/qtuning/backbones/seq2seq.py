@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
     MASKED,
+    Batch,
     Reading,
     Tokens,
     VocabularyBackbone,
@@ -57,6 +58,10 @@ class Seq2SeqBackbone(VocabularyBackbone):
         if self.t5 and self.is_compiled:
             return self.t5.compiled()
         return super().training_layers()
+
+    def text_states(self, batch: Batch) -> Tensor:
+        """[b, s, d] of the encoder."""
+        return self._encode(batch.inputs_embeds, batch.is_filled)
 
     def _encode(self, embeds: Tensor, is_filled: Tensor) -> Tensor:
         """[b, s, d] -> [b, s, d]."""
