@@ -19,7 +19,7 @@ import gc
 import json
 import os
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -59,10 +59,29 @@ class DiskSnapshots(dict[str, Snapshot]):
 
     def copy(self) -> DiskSnapshots:
         """The same, to which a new snapshot can be added."""
-        return DiskSnapshots(self.folder, self.names, dict(self))
+        fresh = {name: dict.__getitem__(self, name) for name in dict.keys(self)}
+        return DiskSnapshots(self.folder, self.names, fresh)
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys((*self.names, *dict.keys(self))))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def keys(self) -> Any:
+        """Names in the order of learning."""
+        return KeysView(self)
+
+    def values(self) -> Any:
+        """Read one by one."""
+        return ValuesView(self)
+
+    def items(self) -> Any:
+        """Read one by one."""
+        return ItemsView(self)
 
 
 class RunJournal(Journal):

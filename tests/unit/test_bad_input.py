@@ -600,7 +600,6 @@ def test_a_file_is_not_made_a_collection(
 
 PREDICTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown-task": (("good", "--task", "tune"), ("'tune'", "Did you mean 'tone'?")),
-    "no-task-named": (("good",), ("--task", "tone, mood, same")),
     "no-text": (("--task", "tone"), ("at least one text", "--file")),
     "empty-text": (("good", " ", "--task", "tone"), ("' '", "must be a non-empty string")),
     "pair-for-a-task-on-single-texts": (

@@ -34,9 +34,11 @@ PATH_TO_A_SCORE = LIGHT | {
 EDGES = {
     "cli.py",
     "cli_runs.py",
+    "cli_tune.py",
     "sources.py",
     "task_files.py",
     "data.py",
+    "idbr.py",
     "trackers.py",
     "export.py",
 }

@@ -148,3 +148,22 @@ def test_a_stream_says_how_often_the_task_is_found(bert) -> None:
         share = np.mean([each.task == task.name for each in found])
         assert result.found[task.name]["found"] == pytest.approx(share)
         assert result.found[task.name]["task_free_accuracy"] <= share
+
+
+def test_snapshots_on_disk_are_seen_when_one_goes_through_them(tmp_path: Path) -> None:
+    """Methods and finders go through all tasks of a run, whose snapshots lie in its folder."""
+    from qtuning.records import DiskSnapshots, write_tensors
+    from qtuning.snapshots import Snapshot, TaskCard, added
+
+    def snapshot(name: str) -> Snapshot:
+        return Snapshot(TaskCard(name, ("a", "b"), {"a": "a", "b": "b"}), torch.zeros(2, 3))
+
+    for name in ("first", "second"):
+        facts = {"card": {"name": name, "label_names": ["a", "b"], "label_words": {}}, "facts": {}}
+        write_tensors(tmp_path / f"{name}.safetensors", {"rows": torch.zeros(2, 3)}, facts)
+    found = added(DiskSnapshots(tmp_path, ["first", "second"]), snapshot("third"))
+    assert list(found) == list(found.keys()) == ["first", "second", "third"]
+    assert [s.card.name for s in found.values()] == ["first", "second", "third"]
+    assert [(n, s.card.name) for n, s in found.items()] == [(n, n) for n in found]
+    assert len(found) == 3
+    assert dict.__len__(found) == 1  # the others stay on disk

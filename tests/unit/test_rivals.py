@@ -70,7 +70,8 @@ def test_ewc_without_strength_is_continual_finetuning(bert) -> None:
             state = method.learn(state, task, task.split(4))
         found.append(state.weights)
     for name, weight in found[0].items():
-        torch.testing.assert_close(weight, found[1][name], rtol=0, atol=1e-6)
+        if not name.endswith("key.bias"):  # whose gradient is 0 but for rounding
+            torch.testing.assert_close(weight, found[1][name], rtol=0, atol=1e-6)
     moved = [sum(float((s[n] - found[1][n]).abs().sum()) for n in s) for s in (found[0], found[2])]
     assert moved[1] > 10 * moved[0]  # a strong penalty does hold the weights
 
