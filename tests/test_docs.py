@@ -19,6 +19,7 @@ from rich.console import Console
 import qtuning
 from qtuning import cli, config, demo
 from qtuning.errors import CollectionError
+from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
 from qtuning.report.tables import group_runs
 from tests.conftest import make_model, make_tokenizer
@@ -153,3 +154,17 @@ def test_the_demo_does_not_overwrite_a_users_task(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CollectionError, match="is a file"):
         demo.run_demo(tmp_path / "file", str(folder))
+
+
+def test_the_table_of_methods_comes_from_the_records() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    shown = page.split("<!-- starter-four -->\n")[1].split("<!-- /starter-four -->")[0]
+    records = gather([ROOT / "results" / "starter-four-minilm"])
+    assert shown == to_markdown(group_runs(records.results))
+    transfer = {r["method"]: [] for r in records.results}
+    for result in records.results:
+        transfer[result["method"]].append(result["backward_transfer"])
+    means = {method: sum(values) / len(values) for method, values in transfer.items()}
+    assert means["continual-finetune"] < -0.05
+    assert all(means[name] > means["continual-finetune"] for name in ("replay", "ewc", "a-gem"))
+    assert all(means[name] == 0 for name in means if name.startswith("per-task"))

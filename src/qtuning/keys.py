@@ -26,6 +26,8 @@ from qtuning.tasks import Split, Text
 
 REFERENCE_TEXTS = 8
 """Of every starter task, to centre and scale features by."""
+JUDGING_TEXTS = 256
+"""Validation texts that a threshold is read from, at most."""
 REFUSED = 0.05
 """Share of a task's own validation texts that its threshold calls unknown."""
 
@@ -64,9 +66,8 @@ def reference(backbone: Backbone) -> tuple[Tensor, Tensor]:
     if model not in _references:
         parts = []
         for name in get_stream("starter").tasks:
-            texts = load_task(name).texts
-            step = max(1, len(texts) // REFERENCE_TEXTS)
-            parts.append(read_features(backbone, texts[::step][:REFERENCE_TEXTS]))
+            texts = evenly(load_task(name).texts, REFERENCE_TEXTS)
+            parts.append(read_features(backbone, texts))
         inside = torch.cat([part - part.mean(dim=0) for part in parts])
         _references[model] = torch.cat(parts).mean(dim=0), inside.std(dim=0).clamp(min=1e-6)
     return _references[model]
@@ -79,9 +80,15 @@ def learn_key(backbone: Backbone, split: Split) -> TaskKey:
     vector = F.normalize(train.mean(dim=0), dim=0)
     judged = train
     if len(split.validation):
-        judged = directions(read_features(backbone, split.validation.texts), mean, spread)
+        texts = evenly(split.validation.texts, JUDGING_TEXTS)
+        judged = directions(read_features(backbone, texts), mean, spread)
     threshold = float(torch.quantile(judged @ vector, REFUSED))
     return TaskKey(vector, mean, spread, threshold)
+
+
+def evenly(texts: Sequence[Text], most: int) -> Sequence[Text]:
+    """At most so many of the texts, from all over."""
+    return texts[:: max(1, len(texts) // most)][:most]
 
 
 def directions(features: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
