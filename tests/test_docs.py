@@ -168,3 +168,14 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     assert means["continual-finetune"] < -0.05
     assert all(means[name] > means["continual-finetune"] for name in ("replay", "ewc", "a-gem"))
     assert all(means[name] == 0 for name in means if name.startswith("per-task"))
+
+
+def test_the_table_of_found_tasks_comes_from_the_measurements() -> None:
+    page = (ROOT / "docs" / "how-to.md").read_text(encoding="utf-8")
+    for stream in ("order-09", "order-11"):
+        file = ROOT / "perf" / "results" / f"finding-{stream}-minilm.json"
+        record = json.loads(file.read_text())
+        whole, half = record["all_taught"], record["every_second_taught"]
+        shares = (whole["task_found"], whole["found_and_known"], half["called_unknown"])
+        cells = " | ".join(f"{share:.1%}".replace("%", " %") for share in shares)
+        assert f"| {whole['taught']} | {cells} |" in page
