@@ -1,6 +1,6 @@
 """Finding the task of a text: a key per task, learnt with it, in the space of the frozen model's features.
 
-A text's feature is the mean of the frozen model's states over its tokens, without a prompt, centred and scaled by
+A text's feature (`Backbone.feature`) is what the frozen model makes of it without a prompt, centred and scaled by
 what fixed texts of our own give on the same model. A task's key is the direction with the largest mean similarity
 (cosine) to its training texts, which is their mean direction. Keys of earlier tasks never change. A text
 less similar to its best key than nearly all of that task's validation texts were is of an unknown task.
@@ -44,16 +44,15 @@ class Found:
 
 @torch.no_grad()
 def read_features(backbone: Backbone, texts: Sequence[Text]) -> Tensor:
-    """[n, h] on the CPU: the mean of the states over each text's tokens."""
+    """[n, h] on the CPU: the frozen model's feature of each text, without a prompt."""
+    if not texts:
+        return torch.zeros(0, backbone.hidden_dim, dtype=backbone.lane_dtype)
     tokens = backbone.tokenize(texts, 0)
     bank = torch.zeros(0, backbone.embed_dim, device=backbone.device)
     found: list[tuple[int, Tensor]] = []
     for places in batches_by_length([len(t.ids) for t in tokens], backbone):
         batch = backbone.assemble(backbone.prepare([Row(tokens[i]) for i in places]), bank)
-        is_text = batch.is_text.unsqueeze(-1)
-        states = backbone.text_states(batch).float().where(is_text, 0).sum(dim=1)
-        mean = (states / is_text.sum(dim=1)).cpu()
-        found += zip(places, mean, strict=True)
+        found += zip(places, backbone.feature(batch).to("cpu", backbone.lane_dtype), strict=True)
     return torch.stack([feature for _, feature in sorted(found, key=lambda pair: pair[0])])
 
 

@@ -288,8 +288,6 @@ class QTuner:
 
     def _task_per_text(self, rows: list[Text], task: str | Sequence[str] | None) -> list[str]:
         if task is None:
-            if not self.tasks:
-                raise TaskError("no task was learnt yet; teach one first (learn, qtuning learn).")
             task = (
                 next(iter(self.tasks))
                 if len(self.tasks) == 1

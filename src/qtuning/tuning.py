@@ -97,9 +97,6 @@ def write_preset(path: Path, config: RunConfig, tried: Sequence[Tried], about: s
     preset = {
         "description": f"{config.method} on {config.model}, {about}",
         "settings": {**config.settings, **tried[0].settings},
-        "tried": [
-            {key: value for key, value in {**asdict(each), "mean": each.score}.items()}
-            for each in tried
-        ],
+        "tried": [{**asdict(each), "mean": each.score} for each in tried],
     }
     write_atomic(path, yaml.safe_dump(preset, sort_keys=False).encode())

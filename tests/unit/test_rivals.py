@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from qtuning.backbones import Row
 from qtuning.config import make_settings
 from qtuning.evaluation import backward_transfer
+from qtuning.keys import read_features
 from qtuning.methods import make_method
 from qtuning.methods.ewc import ewc_penalty, fisher_diagonal
 from qtuning.methods.idbr import feature_penalty, kmeans_choice, next_sentence_rows
 from qtuning.methods.lfpt5 import LFPT5Hooks, read_sample, write_sample
 from qtuning.methods.mbpa import nearest
 from qtuning.methods.multitask import JointHooks
-from qtuning.methods.probing import read_features
 from qtuning.methods.replaying import ReplayHooks, choose_memory, project, recall
 from qtuning.pack import Pack
 from qtuning.seeding import numpy_generator

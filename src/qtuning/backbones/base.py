@@ -317,6 +317,12 @@ class Backbone:
         """[b, s, h]: what the model makes of every position, answers and heads aside."""
         raise NotImplementedError
 
+    def feature(self, batch: Batch) -> Tensor:
+        """[b, h]: one vector for each text, the mean of its tokens' states; prompt vectors are not averaged."""
+        states = self.text_states(batch)
+        kept = batch.is_text.unsqueeze(-1).to(states)
+        return (states * kept).sum(dim=1) / kept.sum(dim=1)
+
     def closed(self, sequence: TokenIds) -> TokenIds:
         """A label's tokens as generation would write them to the end."""
         return sequence

@@ -44,12 +44,11 @@ class EncoderBackbone(Backbone):
 
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[n, 1, h]: one read-out per row."""
-        batch = self.assemble(reading, bank)
-        states = self.text_states(batch)
-        if self.readout == "cls":
-            return states[:, :1]
-        kept = batch.is_text.unsqueeze(-1).to(states)
-        return (states * kept).sum(dim=1, keepdim=True) / kept.sum(dim=1, keepdim=True)
+        return self.feature(self.assemble(reading, bank))[:, None]
+
+    def feature(self, batch: Batch) -> Tensor:
+        """[b, h]: the state of [CLS], or the mean."""
+        return self.text_states(batch)[:, 0] if self.readout == "cls" else super().feature(batch)
 
     def text_states(self, batch: Batch) -> Tensor:
         """[b, s, h]."""

@@ -99,7 +99,7 @@ class ContinualFineTune:
         head = make_head(self.worker, len(task.label_names), generator)
         train = make_examples(self.worker, task, split.train, head)
         validation = make_examples(self.worker, task, split.validation, head)
-        heads = {name: _trainable(h, self.worker.device) for name, h in state.heads.items()}
+        heads = {name: trainable(h, self.worker.device) for name, h in state.heads.items()}
         lesson = Lesson(task, split, train, heads)
         hooks = self.hooks(state, lesson)
         order = torch_generator(state.seed, state.learnt, task.name, "order")
@@ -175,7 +175,8 @@ class PerTaskFineTune(ContinualFineTune):
     keeps_weights = True
 
 
-def _trainable(head: Head, device: torch.device) -> Head:
+def trainable(head: Head, device: torch.device) -> Head:
+    """A copy that takes gradients."""
     return Head(*(t.clone().to(device).requires_grad_() for t in (head.weight, head.bias)))
 
 

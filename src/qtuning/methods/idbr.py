@@ -26,7 +26,7 @@ from qtuning.config import MethodSettings, TrainSettings
 from qtuning.errors import ConfigError
 from qtuning.methods import REPLAY_GRID, MethodInfo, register
 from qtuning.methods.finetuning import Lesson, WeightState
-from qtuning.methods.replaying import WithMemory, recall
+from qtuning.methods.replaying import WithMemory, kept_texts, recall
 from qtuning.seeding import derive_seed, torch_generator
 from qtuning.tasks import Rows, Text
 from qtuning.weights import Examples, Groups, Hooks, read_weights, trainable_copy
@@ -196,8 +196,7 @@ class IDBR(WithMemory):
         old = []
         for number, (name, kept) in enumerate(state.memory.items()):
             examples = recall(self.worker, kept, lesson.heads.get(name))
-            texts = [tuple(t) if isinstance(t, list) else t for t in kept["texts"]]
-            old.append(self._study(examples, texts, number, generator, is_first))
+            old.append(self._study(examples, kept_texts(kept), number, generator, is_first))
         return IDBRHooks(new, old, self.settings, self.train.batch_size, generator)
 
     def groups(self, heads: Sequence[Head]) -> Groups:

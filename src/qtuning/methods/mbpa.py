@@ -21,9 +21,9 @@ from torch import Tensor
 
 from qtuning.backbones import Backbone, Head
 from qtuning.config import MethodSettings, TrainSettings
+from qtuning.keys import read_features
 from qtuning.methods import MethodInfo, register
-from qtuning.methods.finetuning import Lesson, WeightState
-from qtuning.methods.probing import read_features
+from qtuning.methods.finetuning import Lesson, WeightState, trainable
 from qtuning.methods.replaying import WithMemory, recall
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Text
@@ -76,7 +76,7 @@ class MBPAState(WeightState):
     def adapted(self, name: str, text: Text) -> Iterator[tuple[Backbone, Snapshot]]:
         """A task's model and head, adapted to one text; afterwards the weights are what they were."""
         model, snapshot = self.answers(self.worker, name)
-        heads = {task: _copy(head, self.worker.device) for task, head in self.heads.items()}
+        heads = {task: trainable(head, self.worker.device) for task, head in self.heads.items()}
         memories, where = self._neighbours(text, heads)
         own = [*model.model.parameters(), *(t for h in heads.values() for t in (h.weight, h.bias))]
         base = [tensor.detach().clone() for tensor in own]
@@ -120,10 +120,6 @@ class MBPAState(WeightState):
             where += [(len(memories), i) for i in range(len(places))]
             memories.append(recall(self.worker, few, heads.get(names[m])))
         return memories, where
-
-
-def _copy(head: Head, device: torch.device) -> Head:
-    return Head(*(t.clone().to(device).requires_grad_() for t in (head.weight, head.bias)))
 
 
 class MBPA(WithMemory):

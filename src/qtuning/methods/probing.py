@@ -5,7 +5,6 @@ Relations: the cheapest thing that could work; what a prompt method must not fal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtuning.backbones import Backbone, Head, Row
+from qtuning.backbones import Backbone, Head
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.evaluation import score_predictions
+from qtuning.keys import read_features
 from qtuning.lanes import Report
 from qtuning.methods import MethodInfo, register
-from qtuning.scoring import read_all
 from qtuning.snapshots import Snapshot, TaskCard, added
-from qtuning.tasks import Split, Task, Text
+from qtuning.tasks import Split, Task
 
 PENALTIES = (10.0, 1.0, 0.1, 0.01)
 """Strengths of the L2 penalty tried, chosen on validation; strongest first, so that it wins ties."""
@@ -47,8 +46,8 @@ class LinearProbe:
         self, state: ProbeState, task: Task, split: Split, report: Report | None = None
     ) -> ProbeState:
         """The state after one more task."""
-        train = read_features(self.backbone, split.train.texts)
-        validation = read_features(self.backbone, split.validation.texts)
+        train = read_features(self.backbone, split.train.texts).double()
+        validation = read_features(self.backbone, split.validation.texts).double()
         labels = torch.tensor(split.train.labels)
         classes = len(task.label_names)
         heads = [fit_logistic(train, labels, classes, penalty) for penalty in PENALTIES]
@@ -80,13 +79,6 @@ class LinearProbe:
     ) -> ProbeState:
         """The state that `pack` described."""
         return ProbeState(snapshots)
-
-
-def read_features(backbone: Backbone, texts: Sequence[Text]) -> Tensor:
-    """Read-outs [n, h] of the bare texts, float64 on the CPU."""
-    rows = [Row(tokens) for tokens in backbone.tokenize(texts, 0)]
-    bank = torch.zeros(0, backbone.embed_dim, device=backbone.device)
-    return read_all(backbone, rows, bank)[:, 0].to("cpu", torch.float64)
 
 
 def fit_logistic(features: Tensor, labels: Tensor, classes: int, penalty: float) -> Head:

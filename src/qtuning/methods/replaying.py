@@ -20,7 +20,7 @@ from qtuning.methods import REPLAY_GRID, WEIGHTS_GRID, MethodInfo, register
 from qtuning.methods.finetuning import ContinualFineTune, Lesson, WeightState
 from qtuning.seeding import numpy_generator, torch_generator
 from qtuning.snapshots import TaskCard
-from qtuning.tasks import Rows, Task
+from qtuning.tasks import Rows, Task, Text
 from qtuning.weights import Examples, Hooks, make_examples
 
 
@@ -76,9 +76,13 @@ def remember(task: Task, rows: Rows) -> dict[str, Any]:
 
 def recall(worker: Backbone, kept: dict[str, Any], head: Head | None) -> Examples:
     """What `remember` gave, as examples for a backbone."""
-    texts = tuple(tuple(t) if isinstance(t, list) else t for t in kept["texts"])
     card = TaskCard(**{**kept["card"], "label_names": tuple(kept["card"]["label_names"])})
-    return make_examples(worker, card, Rows(texts, kept["labels"]), head)
+    return make_examples(worker, card, Rows(kept_texts(kept), kept["labels"]), head)
+
+
+def kept_texts(kept: dict[str, Any]) -> tuple[Text, ...]:
+    """The texts of what `remember` gave; JSON has lists for pairs."""
+    return tuple(tuple(t) if isinstance(t, list) else t for t in kept["texts"])
 
 
 class ReplayHooks(Hooks):
