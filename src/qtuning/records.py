@@ -14,6 +14,7 @@ leaves the last commit, and the same command goes on from there with the same bi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import json
@@ -297,8 +298,9 @@ def memory() -> dict[str, int]:
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy modules
-            storage = thing.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            with contextlib.suppress(RuntimeError):  # what compiling traced with has no memory
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
     pages = Path("/proc/self/statm")
     resident = (
         int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

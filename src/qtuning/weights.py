@@ -68,8 +68,8 @@ class Examples:
     def __post_init__(self) -> None:
         paths = [self.answers.sequences[label][:-1] for label in self.labels]
         slots = range(0 if self.prompt is None else len(self.prompt))
-        rows = [Row(t, slots, (path,)) for t, path in zip(self.tokens, paths, strict=True)]
-        self.reading = self.backbone.prepare(rows)
+        self.rows = [Row(t, slots, (path,)) for t, path in zip(self.tokens, paths, strict=True)]
+        self.reading = self.backbone.prepare(self.rows)
         tail = 1 if self.backbone.answer_follows_text else 0
         self._lengths = [
             len(t.ids) + len(slots) + tail * len(path)
@@ -87,7 +87,7 @@ class Examples:
         """Read-outs [n, t, h]."""
         index = torch.tensor(list(batch), device=self.backbone.device)
         width = max(self._lengths[i] for i in batch)
-        return self.backbone.hidden(self.reading.at(index, width), self._bank())
+        return self.backbone.hidden(self.reading.at(index, width), self.bank())
 
     def loss(self, batch: Sequence[int]) -> Tensor:
         """Mean cross-entropy of some of them (Eq. 1)."""
@@ -98,12 +98,13 @@ class Examples:
 
     def log_probs(self) -> Tensor:
         """Label log-probabilities [n, labels] of all of them."""
-        bank = self._bank().detach()
+        bank = self.bank().detach()
         quiz = Quiz(self.backbone, self.tokens, [0] * len(self), [range(len(bank))], [self.answers])
         heads = stack_heads([self.head.detached()]) if self.head else None
         return quiz.log_probs(bank, heads)
 
-    def _bank(self) -> Tensor:
+    def bank(self) -> Tensor:
+        """[rows, d] prompt vectors that are read with the texts; mostly none."""
         if self.prompt is not None:
             return self.prompt
         size = (0, self.backbone.embed_dim)

@@ -176,8 +176,8 @@ def test_local_adaptation_helps_its_neighbours_and_is_undone(family_backbone) ->
     assert len(state.memory["task0"]["texts"]) == 8  # every training example
     text = state.memory["task0"]["texts"][0]
     before = {n: t.clone() for n, t in read_weights(state.worker).items()}
-    (own,), where = state._neighbours(text, {})
-    assert where == [(0, 0)]
+    ((own, places),) = state._neighbours(text, {}).parts
+    assert places == [0]
     assert own.tokens == state.worker.tokenize([text], 0, own.answers.longest)
     gold = state.memory["task0"]["labels"][0]
     plain = predict_log_probs(*state.answers(family_backbone, "task0"), [text])[0]

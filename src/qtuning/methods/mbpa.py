@@ -25,6 +25,7 @@ from qtuning.keys import read_features
 from qtuning.methods import MethodInfo, register
 from qtuning.methods.finetuning import Lesson, WeightState, trainable
 from qtuning.methods.replaying import WithMemory, recall
+from qtuning.objectives import cross_entropy
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Text
 from qtuning.weights import Examples, Hooks, write_weights
@@ -51,17 +52,32 @@ class SparseReplayHooks(Hooks):
             return
         drawn = torch.randperm(len(self.where), generator=self.generator)[: self.batch].tolist()
         optimiser.zero_grad()
-        _mean_loss(self.memories, [self.where[i] for i in drawn]).backward()  # type: ignore[no-untyped-call]
+        Together(self.memories, [self.where[i] for i in drawn]).mean_loss().backward()  # type: ignore[no-untyped-call]
         optimiser.step()
 
 
-def _mean_loss(memories: Sequence[Examples], where: Sequence[tuple[int, int]]) -> Tensor:
-    """Mean loss of examples, each given by its memory and its place there."""
-    total = torch.zeros((), device=memories[0].backbone.device)
-    for m in dict.fromkeys(m for m, _ in where):
-        places = [i for n, i in where if n == m]
-        total = total + memories[m].loss(places) * len(places)
-    return total / len(where)
+class Together:
+    """Examples of several tasks, read in one pass; each is given by its memory and its place there."""
+
+    def __init__(self, memories: Sequence[Examples], where: Sequence[tuple[int, int]]):
+        self.parts = [
+            (memories[m], [i for n, i in where if n == m])
+            for m in dict.fromkeys(m for m, _ in where)
+        ]
+        rows = [memory.rows[i] for memory, places in self.parts for i in places]
+        self.reading = memories[0].backbone.prepare(rows)
+
+    def mean_loss(self) -> Tensor:
+        """Of all of them, every task with its own head."""
+        first = self.parts[0][0]
+        hidden = first.backbone.hidden(self.reading, first.bank())
+        sizes = [len(places) for _, places in self.parts]
+        losses = []
+        for (memory, places), own in zip(self.parts, torch.split(hidden, sizes), strict=True):
+            targets = memory.targets[places]
+            logits = memory.backbone.logits(own[:, : targets.shape[1]], memory.head)
+            losses.append(cross_entropy(logits, targets) * len(places))
+        return torch.stack(losses).sum() / sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -77,28 +93,24 @@ class MBPAState(WeightState):
         """A task's model and head, adapted to one text; afterwards the weights are what they were."""
         model, snapshot = self.answers(self.worker, name)
         heads = {task: trainable(head, self.worker.device) for task, head in self.heads.items()}
-        memories, where = self._neighbours(text, heads)
+        neighbours = self._neighbours(text, heads)
         own = [*model.model.parameters(), *(t for h in heads.values() for t in (h.weight, h.bias))]
         base = [tensor.detach().clone() for tensor in own]
+        rate, pull = self.settings.local_lr, 2 * self.settings.local_penalty
         try:
             for _ in range(self.settings.local_steps):
-                away = torch.stack(
-                    [(t - b).square().sum() for t, b in zip(own, base, strict=True)]
-                ).sum()
-                loss = _mean_loss(memories, where) + self.settings.local_penalty * away
-                found = torch.autograd.grad(loss, own, allow_unused=True)
-                with torch.no_grad():
-                    for tensor, gradient in zip(own, found, strict=True):
-                        if gradient is not None:
-                            tensor -= self.settings.local_lr * gradient
+                loss = neighbours.mean_loss()
+                found = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+                with torch.no_grad():  # all tensors in one launch: there are hundreds of them
+                    away = torch._foreach_sub(own, base)
+                    steps = torch._foreach_add(found, away, alpha=pull)
+                    torch._foreach_add_(own, steps, alpha=-rate)
             head = heads.get(name)
             yield model, replace(snapshot, head=head.detached()) if head else snapshot
         finally:
             write_weights(self.worker, self.weights)
 
-    def _neighbours(
-        self, text: Text, heads: dict[str, Head]
-    ) -> tuple[list[Examples], list[tuple[int, int]]]:
+    def _neighbours(self, text: Text, heads: dict[str, Head]) -> Together:
         """The nearest stored examples, of whichever tasks."""
         assert self.frozen is not None
         names = list(self.memory)
@@ -119,7 +131,7 @@ class MBPAState(WeightState):
             }
             where += [(len(memories), i) for i in range(len(places))]
             memories.append(recall(self.worker, few, heads.get(names[m])))
-        return memories, where
+        return Together(memories, where)
 
 
 class MBPA(WithMemory):
