@@ -52,7 +52,7 @@ class QTuner:
         seed: Of everything random.
         dtype: `fp32` or `bf16`.
         device: `cpu`, `cuda`, …
-        readout: What an encoder's head reads, `mean` or `cls`.
+        readout: What an encoder's head reads, `mean` or `cls`; `peft` is the layout that PEFT can take.
         max_length: Positions of prompt, text and answer together.
         **settings: Any field of `MethodSettings` or `TrainSettings`, e.g. `queue_size=5`.
 
