@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from qtuning.cli_export import export
 from qtuning.cli_runs import parse_settings, report, run, validate
 from qtuning.cli_tune import tune
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
@@ -258,6 +259,7 @@ def predict(
 app.command()(run)
 app.command()(tune)
 app.command()(report)
+app.command()(export)
 app.command()(validate)
 
 
