@@ -20,7 +20,9 @@ def export(
     push: Annotated[
         str | None, typer.Option(help="Also upload it to this hub repository, owner/name.")
     ] = None,
-    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a new repository private.")
+    ] = False,
 ) -> None:
     """Write tasks of a collection as PEFT adapters or prompt embeddings, with a model card.
 
@@ -42,8 +44,8 @@ def export(
     if push:
         check_repo(push)
     tuner = QTuner.from_pretrained(collection, device="cpu")
-    export_tasks(tuner, [task] if task else None, output, to=to)
-    count = 1 if task else len(tuner.tasks)
+    export_tasks(tuner, None if task is None else [task], output, to=to)
+    count = len(tuner.tasks) if task is None else 1
     typer.echo(f"wrote {count} task{'s' if count > 1 else ''} to {output} ({to})")
     if push:
         typer.echo(f"uploaded to {push_folder(output, push, private=private or None)}")

@@ -80,4 +80,4 @@ def local_folder(name: str | PathLike[str]) -> Path:
 
 def _first_line(error: BaseException) -> str:
     said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__
+    return (said.splitlines()[0] if said else type(error).__name__).rstrip(".") + "."

@@ -522,7 +522,7 @@ def test_a_stand_in_for_a_hub_that_refuses(
         raise ConnectionError("no route\nmore lines")
 
     monkeypatch.setattr(StandIn, "create_repo", refuse)
-    with pytest.raises(HubError, match=r"'me/adapter': no route Log in") as caught:
+    with pytest.raises(HubError, match=r"'me/adapter': no route\. Log in") as caught:
         push_folder(tmp_path, "me/adapter")
     assert "\n" not in str(caught.value)
     for name in ("a/b/c", "", "me/bad name"):
