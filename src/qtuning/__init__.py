@@ -25,6 +25,9 @@ _PUBLIC = {
     "get_stream": "streams",
     "run_stream": "stream_loop",
     "make_method": "methods",
+    "export_peft": "export",
+    "export_embeddings": "export",
+    "import_peft": "peft_import",
     "QTuningError": "errors",
 }
 
@@ -37,7 +40,10 @@ if TYPE_CHECKING:
     from qtuning.config import TrainSettings as TrainSettings
     from qtuning.data import load_task as load_task
     from qtuning.errors import QTuningError as QTuningError
+    from qtuning.export import export_embeddings as export_embeddings
+    from qtuning.export import export_peft as export_peft
     from qtuning.methods import make_method as make_method
+    from qtuning.peft_import import import_peft as import_peft
     from qtuning.queue import PromptQueue as PromptQueue
     from qtuning.stream_loop import run_stream as run_stream
     from qtuning.streams import get_stream as get_stream

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from qtuning.cli_export import export
 from qtuning.cli_runs import parse_settings, report, run, validate
 from qtuning.cli_tune import tune
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
@@ -138,6 +139,10 @@ def learn(
     dtype: Annotated[
         str | None, typer.Option(help="fp32 (default) or bf16, for a new collection.")
     ] = None,
+    readout: Annotated[
+        str | None,
+        typer.Option(help="Of a new collection on an encoder: mean (default), cls or peft."),
+    ] = None,
     device: Device = None,
     replace: Annotated[
         bool, typer.Option(help="Learn a new version of a task of that name.")
@@ -161,7 +166,9 @@ def learn(
     from qtuning.tuner import QTuner
 
     task = read_task(file, name, text=text, text_b=text_b, label=label, split=split)
-    given: dict[str, Any] = {"model": model, "method": method, "seed": seed, "dtype": dtype}
+    given: dict[str, Any] = {
+        "model": model, "method": method, "seed": seed, "dtype": dtype, "readout": readout
+    }  # fmt: skip
     given = {key: value for key, value in given.items() if value is not None}
     chosen = parse_settings(settings or [])
     make_settings(**chosen)
@@ -252,6 +259,7 @@ def predict(
 app.command()(run)
 app.command()(tune)
 app.command()(report)
+app.command()(export)
 app.command()(validate)
 
 

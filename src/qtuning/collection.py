@@ -27,6 +27,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from qtuning import __version__
+from qtuning.backbones.sources import hub_id
+from qtuning.cards import render_card
 from qtuning.errors import CollectionError, QTuningError, TaskError
 from qtuning.files import sha256_of, write_atomic
 from qtuning.snapshots import Snapshot
@@ -94,7 +96,10 @@ def write_collection(
     data = _json_bytes(manifest)
     write_atomic(folder / MANIFEST, data)  # the one commit
     _remove_unnamed(folder, manifest)
-    write_atomic(folder / "README.md", _model_card(collection).encode())
+    card = render_card(
+        "model_card.md.j2", collection=collection, hub_id=hub_id(collection.backbone["name"])
+    )
+    write_atomic(folder / "README.md", card.encode())
     return sha256_of(data), {name: entry["version"] for name, entry in tasks.items()}
 
 
@@ -263,13 +268,3 @@ def _remove_unnamed(folder: Path, manifest: dict[str, Any]) -> None:
 
 def _json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
-
-
-def _model_card(collection: Collection) -> str:
-    from importlib.resources import files
-
-    from jinja2 import Environment
-
-    template = (files("qtuning") / "catalog" / "model_card.md.j2").read_text(encoding="utf-8")
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, autoescape=False)
-    return environment.from_string(template).render(collection=collection, version=__version__)

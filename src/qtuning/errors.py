@@ -26,6 +26,14 @@ class CollectionError(QTuningError, RuntimeError):
     """A saved collection that cannot be read or written."""
 
 
+class HubError(CollectionError):
+    """Something that the hub did not give or take."""
+
+
+class ExportError(QTuningError, RuntimeError):
+    """A task that another format cannot hold, or an adapter that a collection cannot."""
+
+
 class RecordError(QTuningError, RuntimeError):
     """A run's folder that cannot be read or written."""
 

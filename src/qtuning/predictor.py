@@ -10,7 +10,7 @@ from torch import Tensor
 from qtuning.backbones import Backbone, Tokens
 from qtuning.errors import TaskError, unknown
 from qtuning.scoring import Answerer, Query, exact_matches, score
-from qtuning.snapshots import Snapshot, answering
+from qtuning.snapshots import Snapshot, answering, answers_from_snapshots
 from qtuning.tasks import Text
 
 Found = TypeVar("Found")
@@ -136,6 +136,6 @@ class RoutedPredictor(Predictor):
 
 def make_predictor(backbone: Backbone, state: Any) -> Predictor:
     """The predictor that a state needs."""
-    if hasattr(state, "answers") or hasattr(state, "adapted"):
-        return RoutedPredictor(backbone, state)
-    return Predictor(backbone, state.snapshots)
+    if answers_from_snapshots(state):
+        return Predictor(backbone, state.snapshots)
+    return RoutedPredictor(backbone, state)

@@ -121,6 +121,11 @@ def answering(
     yield model, snapshot, range(len(texts))
 
 
+def answers_from_snapshots(state: Any) -> bool:
+    """Whether every task is answered by its snapshot on the frozen backbone, and by nothing else."""
+    return not (hasattr(state, "answers") or hasattr(state, "adapted"))
+
+
 def added(snapshots: dict[str, Snapshot], new: Snapshot) -> dict[str, Snapshot]:
     """The snapshots and one more, newest last; the mapping given stays as it is."""
     extended = snapshots.copy()

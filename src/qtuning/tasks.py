@@ -129,7 +129,7 @@ class Task:
         _check_labels(self.name, labels, self.label_names)
         index = {name: i for i, name in enumerate(self.label_names)}
         self._set("label_ids", tuple(index[label] for label in labels))
-        self._set("label_words", _clean_words(self.name, self.label_names, self.label_words))
+        self._set("label_words", clean_words(self.name, self.label_names, self.label_words))
         if self.splits is not None:
             self._set(
                 "splits", tuple(_clean_split(self.name, i, s) for i, s in enumerate(self.splits))
@@ -311,9 +311,8 @@ def _check_labels(task: str, labels: Sequence[str], names: Sequence[str]) -> Non
         )
 
 
-def _clean_words(
-    task: str, names: Sequence[str], words: Mapping[str, str] | None
-) -> dict[str, str]:
+def clean_words(task: str, names: Sequence[str], words: Mapping[str, str] | None) -> dict[str, str]:
+    """Label words for every label, those that are not given from its name; all different."""
     if words is not None and not isinstance(words, Mapping):
         raise TaskError(
             f"task {task!r}: label_words must be a mapping of label to words, got {words!r}."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dataclasses import replace as replaced
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, overload
 
 import numpy as np
@@ -19,13 +20,14 @@ from qtuning.collection import Collection, damage_named, read_collection, write_
 from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
+from qtuning.hub import check_repo, local_folder, push_folder
 from qtuning.keys import Finder, Found, keys_of, read_features, with_key
 from qtuning.lanes import Report
 from qtuning.methods import make_method
 from qtuning.predictor import Predictor, check_texts, make_predictor
 from qtuning.progress import LearningBar
-from qtuning.snapshots import TaskCard
-from qtuning.tasks import SPLIT_NAMES, Rows, Task, Text
+from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots
+from qtuning.tasks import SPLIT_NAMES, Rows, Split, Task, Text
 
 UNKNOWN = "unknown"
 """The label of a text that is of no known task."""
@@ -52,7 +54,7 @@ class QTuner:
         seed: Of everything random.
         dtype: `fp32` or `bf16`.
         device: `cpu`, `cuda`, …
-        readout: What an encoder's head reads, `mean` or `cls`.
+        readout: What an encoder's head reads, `mean` or `cls`; `peft` is the layout that PEFT can take.
         max_length: Positions of prompt, text and answer together.
         **settings: Any field of `MethodSettings` or `TrainSettings`, e.g. `queue_size=5`.
 
@@ -119,11 +121,7 @@ class QTuner:
             progress: Show a progress bar on a terminal.
             report: Called after every epoch, beside the bar.
         """
-        if task.name in self.state.snapshots and not replace:
-            raise TaskError(
-                f"a task named {task.name!r} is already in the collection; rename it, or replace it "
-                f"(replace=True, --replace)."
-            )
+        self._check_free(task.name, replace)
         train = self.train_settings
         split = task.split(train.shots, self.seed, train.validation_limit)
         began = time.perf_counter()
@@ -160,6 +158,51 @@ class QTuner:
             raise TaskError(unknown("task", name, self.state.snapshots))
         left = {key: value for key, value in self.state.snapshots.items() if key != name}
         self.adopt(replaced(self.state, snapshots=left))
+
+    def add_prompt(
+        self, snapshot: Snapshot, *, texts: Sequence[Text] = (), replace: bool = False
+    ) -> None:
+        """Take in a prompt that was trained elsewhere (see `import_peft`) as a task.
+
+        It answers like any other task. It has no part in queue and shared prefix: later tasks do not learn from it.
+
+        Args:
+            snapshot: The prompt with its labels.
+            texts: Some of the task's texts, from which its key is learnt; without them it has no key, and
+                texts must be asked with their task.
+            replace: Take the place of a task of that name.
+        """
+        name = snapshot.card.name
+        self._check_free(name, replace)
+        if not answers_from_snapshots(self.state):
+            raise TaskError(
+                f"method {self.method_name!r} does not answer tasks by prompts of their own, so {name!r} cannot be "
+                f"added; use q-tuning or another method with one prompt per task."
+            )
+        if snapshot.rows.shape[-1] != self.backbone.embed_dim:
+            raise TaskError(
+                f"the prompt of {name!r} has vectors of {snapshot.rows.shape[-1]} numbers, and {self.backbone.name!r} "
+                f"needs {self.backbone.embed_dim}; add it to the model it was trained on."
+            )
+        if (snapshot.head is not None) != self.backbone.needs_head:
+            raise TaskError(
+                f"{name!r} was trained on a model of another family than {self.backbone.name!r} "
+                f"({self.backbone.family}); add it to the model it was trained on."
+            )
+        state = replaced(self.state, snapshots=added(self.state.snapshots, snapshot))
+        if texts:
+            check_texts(texts)
+            rows, none = Rows(tuple(texts), (0,) * len(texts)), Rows((), ())
+            state = with_key(self.backbone, state, name, Split(rows, none, none))
+        self.adopt(state)
+        self._versions[name] = self._versions.get(name, 0) + 1
+
+    def _check_free(self, name: str, replace: bool) -> None:
+        if name in self.state.snapshots and not replace:
+            raise TaskError(
+                f"a task named {name!r} is already in the collection; rename it, or replace it "
+                f"(replace=True, --replace)."
+            )
 
     # ── answering ────────────────────────────────────────────────────────────────────────────
 
@@ -205,7 +248,8 @@ class QTuner:
         keyless = [name for name, s in self.state.snapshots.items() if s.key is None]
         if keyless:
             raise TaskError(
-                f"say which task (task=…, --task): {', '.join(keyless)} was learnt without a key; learn it again."
+                f"say which task (task=…, --task): {', '.join(keyless)} has no key; learn it again, or give "
+                f"add_prompt some of its texts."
             )
         if not self.tasks:
             raise TaskError("no task was learnt yet; teach one first (learn, qtuning learn).")
@@ -309,9 +353,31 @@ class QTuner:
         """Save the collection; a kill at any moment leaves the old collection or the new one."""
         path = Path(folder)
         came_from = self._home[1] if self._home and self._home[0] == path.resolve() else None
+        sha, self._versions = write_collection(
+            path, self._collection(), "" if overwrite else came_from
+        )
+        self._home = (path.resolve(), sha)
+
+    def push_to_hub(
+        self, repo: str, *, private: bool | None = None, token: str | None = None
+    ) -> str:
+        """Upload the collection with its model card; returns the address. `from_pretrained(repo)` opens it.
+
+        Args:
+            repo: `owner/name`; made if it is not there yet.
+            private: Of a new repository; the account's default where it is not said.
+            token: The one you are logged in with by default.
+        """
+        check_repo(repo)
+        with TemporaryDirectory() as folder:
+            write_collection(Path(folder), self._collection())
+            replaces = ("tasks/*", "state-*.safetensors")
+            return push_folder(folder, repo, private=private, token=token, replaces=replaces)
+
+    def _collection(self) -> Collection:
         tensors, facts = self.method.pack(self.state)
         backbone = self.backbone
-        collection = Collection(
+        return Collection(
             backbone={
                 "name": backbone.name,
                 "family": backbone.family,
@@ -328,8 +394,6 @@ class QTuner:
             snapshots=self.state.snapshots,
             versions={name: self._versions.get(name, 1) for name in self.state.snapshots},
         )
-        sha, self._versions = write_collection(path, collection, "" if overwrite else came_from)
-        self._home = (path.resolve(), sha)
 
     @classmethod
     def from_pretrained(
@@ -349,9 +413,7 @@ class QTuner:
             dtype: As saved by default.
             device: A GPU if there is one by default.
         """
-        path = Path(folder)
-        if not path.exists() and str(folder).count("/") == 1 and not path.is_absolute():
-            path = _from_hub(str(folder))
+        path = local_folder(folder)
         saved, sha = read_collection(path)
         about = saved.backbone
         backbone = (
@@ -388,16 +450,3 @@ def _score_rows(predictor: Predictor, card: TaskCard, rows: Rows) -> float:
     found: list[Tensor] = predictor.log_probs(rows.texts, [card.name] * len(rows))
     predicted = torch.stack(found).argmax(dim=-1).tolist() if found else []
     return score_predictions(card.metric, rows.labels, predicted)
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return Path(snapshot_download(name))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CollectionError(
-            f"there is no folder {name!r}, and the hub did not have it: {first}"
-        ) from None

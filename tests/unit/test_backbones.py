@@ -89,6 +89,39 @@ def naive_log_prob(
     return sum(F.log_softmax(logits[t], -1)[token] for t, token in enumerate(answer))
 
 
+def test_a_pooler_that_the_files_lack_is_not_drawn(tmp_path: Path) -> None:
+    """Else the model, and so its fingerprint, would be another at every load."""
+    bare = type(make_model("bert"))(CONFIGS["bert"](), add_pooling_layer=False)
+    bare.save_pretrained(tmp_path)
+    make_tokenizer("bert").save_pretrained(tmp_path)
+    first, second = (load_backbone(str(tmp_path), device="cpu") for _ in range(2))
+    assert first.model.pooler is None
+    assert first.fingerprint() == second.fingerprint()
+    with pytest.raises(BackboneError, match="no pooler"):
+        load_backbone(str(tmp_path), device="cpu", readout="peft")
+
+
+def test_the_layout_of_peft_puts_the_prompt_first_and_reads_the_pooler() -> None:
+    backbone = make_backbone("bert", dtype=torch.float64, readout="peft")
+    bank = bank_of(backbone, 3)
+    (tokens,) = backbone.tokenize([("good soup", "late")], 3)
+    text = backbone.model.get_input_embeddings()(torch.tensor(tokens.ids))
+    with torch.no_grad():
+        expected = backbone.model(
+            inputs_embeds=torch.cat([bank, text])[None],
+            token_type_ids=torch.tensor([[0, 0, 0, *tokens.types]]),
+        ).pooler_output[0]
+    found = backbone.hidden(backbone.prepare([Row(tokens, range(3))]), bank)[0, 0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "roberta", "electra"])
+def test_the_layout_of_peft_is_refused_where_it_would_be_another(kind: str) -> None:
+    says = "for encoders" if FAMILY_OF[kind] != "encoder" else "a head of another kind"
+    with pytest.raises(ConfigError, match=says):
+        make_backbone(kind, readout="peft")
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "electra"])
 @pytest.mark.parametrize("readout", ["cls", "mean"])
 def test_encoder_reads_cls_or_mean_with_cls_first(kind: str, readout: str) -> None:

@@ -569,6 +569,7 @@ def test_a_task_cannot_be_learnt_twice_by_accident(
         "method": ("--method", "nonsense"),
         "dtype": ("--dtype", "bf16"),
         "seed": ("--seed", "5"),
+        "readout": ("--readout", "peft"),
     }
 )
 def test_an_option_of_new_collections_is_refused_for_an_existing_one(
@@ -633,6 +634,40 @@ def test_a_file_of_texts_that_is_not_utf8_is_refused(
     (tmp_path / "inbox.txt").write_bytes("café".encode("latin-1"))
     file = ("--file", tmp_path / "inbox.txt")
     refused("predict", existing, *file, "--task", "tone", says=("inbox.txt", "save it as UTF-8"))
+
+
+# ── exporting ────────────────────────────────────────────────────────────────────────────────
+
+EXPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "unknown-task": (("--task", "tune", "-o", "new"), ("'tune'", "Did you mean 'tone'?")),
+    "unknown-format": (("--to", "onnx", "-o", "new"), ("'onnx'", "Known: embeddings, peft")),
+    "usual-layout-of-an-encoder": (
+        ("--task", "tone", "-o", "new"),
+        ("before [CLS]", "readout='peft'", "--readout peft"),
+    ),
+    "folder-in-use": (("--to", "embeddings", "-o", "."), ("not an empty folder", "choose another")),
+    "repository": (
+        ("--to", "embeddings", "-o", "new", "--push", "a/b/c"),
+        ("'a/b/c'", "owner/name"),
+    ),
+    "no-output": ((), ("--output", "qtuning export -h")),
+}
+
+
+@cases(EXPORTS)
+def test_a_bad_export_is_refused(
+    case: Any, refused: Refused, existing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, says = case
+    monkeypatch.chdir(tmp_path)
+    refused("export", existing, *arguments, says=says)
+
+
+def test_the_layout_of_peft_is_refused_for_other_families(
+    refused_new: Refused, good: Path, models: Path
+) -> None:
+    says = ("'peft' is a layout for encoders", "leave readout out")
+    refused_new(good, "--readout", "peft", says=says, model=models / "t5")
 
 
 @pytest.mark.parametrize("make_folder", [False, True], ids=["absent", "without-manifest"])

@@ -35,6 +35,7 @@ EDGES = {
     "cli.py",
     "cli_runs.py",
     "cli_tune.py",
+    "cli_export.py",
     "sources.py",
     "task_files.py",
     "data.py",

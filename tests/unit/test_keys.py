@@ -133,7 +133,7 @@ def test_what_cannot_be_found_is_said(bert) -> None:
         tuner.predict([" "])
     snapshot = tuner.state.snapshots["task0"]
     tuner.state.snapshots["task0"] = type(snapshot)(snapshot.card, snapshot.rows, snapshot.head)
-    with pytest.raises(TaskError, match="task0 was learnt without a key"):
+    with pytest.raises(TaskError, match="task0 has no key; learn it again"):
         tuner.predict("good")
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +38,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 COMPILE = ("auto", "on", "off")
-READOUTS = ("mean", "cls")
+READOUTS = ("mean", "cls", "peft")
 DEFAULT_MAX_LENGTH = 512
 
 
@@ -59,7 +60,8 @@ def load_backbone(
         name: `minilm`, `bge-small`, `smollm2-135m`, or anything `from_pretrained` takes.
         dtype: `fp32` or `bf16`; `fp16` is refused for T5.
         device: `cpu`, `cuda`, …; a GPU if there is one by default.
-        readout: What an encoder's head reads: `mean` over [CLS] and text, or `cls`.
+        readout: What an encoder's head reads: `mean` over [CLS] and text, or `cls`; `peft` is the layout of PEFT,
+            which puts the prompt before [CLS] and reads the pooler: choose it to export adapters.
         max_length: Positions of prompt, text and answer; by default the model's own, 512 at most.
         attention: Attention implementation for `from_pretrained`; its own default otherwise.
         compile: `auto` compiles on a GPU when there is enough work ahead to repay it; `on`; `off`.
@@ -85,7 +87,13 @@ def load_backbone(
             _refuse_half_t5(config, DTYPES[dtype])
             auto = getattr(importlib.import_module("transformers"), FAMILIES[family][0])
             attention_option = {"attn_implementation": attention} if attention else {}
-            model = auto.from_pretrained(folder, dtype=DTYPES[dtype], **attention_option, **options)
+            model, loaded = auto.from_pretrained(
+                folder,
+                dtype=DTYPES[dtype],
+                output_loading_info=True,
+                **attention_option,
+                **options,
+            )
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         except (OSError, ValueError, SafetensorError) as error:
             if isinstance(error, QTuningError):
@@ -96,6 +104,7 @@ def load_backbone(
             raise BackboneError(
                 f"cannot load the model {name!r}: {first} {how_to_get(name)}"
             ) from error
+    _drop_drawn_pooler(model, loaded["missing_keys"])
     model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backbone = wrap_model(model, tokenizer, name=name, readout=readout, max_length=max_length)
     backbone.compile, backbone.at_once = compile, lanes
@@ -128,7 +137,13 @@ def wrap_model(
             f"max_length must be at most {positions}, the positions of {name!r}; got {max_length}."
         )
     length = max_length or min(positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
-    module, cls = FAMILIES[find_family(model.config)][1].split(":")
+    family = find_family(model.config)
+    if readout == "peft" and family != "encoder":
+        raise ConfigError(
+            f"readout 'peft' is a layout for encoders, and {name!r} is of the {family} family, whose usual "
+            f"layout is PEFT's already; leave readout out."
+        )
+    module, cls = FAMILIES[family][1].split(":")
     backbone: Backbone = getattr(importlib.import_module(module), cls)(
         model, tokenizer, name, length, readout
     )
@@ -164,6 +179,13 @@ def weights_sha256(backbone: Backbone) -> str:
             tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
     return digest.hexdigest()
+
+
+def _drop_drawn_pooler(model: Any, missing: Iterable[str]) -> None:
+    """Take out a pooler that the files do not hold: it would be drawn anew, and be another model, at every load."""
+    takes_none = "add_pooling_layer" in inspect.signature(type(model).__init__).parameters
+    if takes_none and any(name.startswith("pooler.") for name in missing):
+        model.pooler = None
 
 
 def _positions(config: Any) -> int | None:

@@ -173,6 +173,10 @@ class Backbone:
     """Whether layers are compiled: at once with `on`, when there is enough work ahead with `auto`."""
     at_once: int | None = field(default=None, init=False)
     """Lanes that share a pass at most; by default as many as there are, or as fit the card's memory."""
+    between_pair: str = field(default="", init=False)
+    """Joins the two texts of a pair, where the tokenizer does not."""
+    question: str = field(default="", init=False)
+    """Stands between text and answer."""
     vocabulary_size: int = field(default=0, init=False)
     """Logits of one read-out, where answers are words."""
 

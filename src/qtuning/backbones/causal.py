@@ -41,6 +41,7 @@ class CausalBackbone(VocabularyBackbone):
         super().__post_init__()
         self.family = "causal"
         self.answer_follows_text = True
+        self.between_pair, self.question = "\n", QUESTION
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
 
     def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
@@ -58,7 +59,7 @@ class CausalBackbone(VocabularyBackbone):
         return sequence if end is None or sequence[-1:] == (end,) else (*sequence, end)
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
-        whole = "\n".join(text) if isinstance(text, tuple) else text
+        whole = self.between_pair.join(text) if isinstance(text, tuple) else text
         body = self.tokenizer(whole, truncation=True, max_length=room - len(self._question))
         ids = tuple(body["input_ids"])
         if ids and ids[-1] == self.tokenizer.eos_token_id:

@@ -30,6 +30,7 @@ class Seq2SeqBackbone(VocabularyBackbone):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.family = "seq2seq"
+        self.between_pair = " "
         is_t5 = self.model.config.model_type in MODEL_TYPES
         self.t5 = T5Layers(self.model) if is_t5 else None
 
@@ -39,7 +40,7 @@ class Seq2SeqBackbone(VocabularyBackbone):
         return [tuple(ids) for ids in coded["input_ids"]]
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
-        whole = " ".join(text) if isinstance(text, tuple) else text
+        whole = self.between_pair.join(text) if isinstance(text, tuple) else text
         return Tokens(tuple(self.tokenizer(whole, truncation=True, max_length=room)["input_ids"]))
 
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -44,6 +45,14 @@ def resolve(name: str) -> str:
     if source.unpack is None:
         return str(packaged.parent)
     return str(_unpacked(name, packaged, source))
+
+
+def hub_id(name: str) -> str | None:
+    """The hub's name of a model, where it can have one: not that of a folder."""
+    if name in SOURCES:
+        return SOURCES[name].hub_id
+    is_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not Path(name).exists()
+    return name if is_id else None
 
 
 def how_to_get(name: str) -> str:
