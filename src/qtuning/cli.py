@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qtuning.cli_runs import parse_settings, report, run, validate
+from qtuning.cli_sweep import sweep
 from qtuning.cli_tune import tune
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
 
@@ -250,6 +251,7 @@ def predict(
 
 
 app.command()(run)
+app.command()(sweep)
 app.command()(tune)
 app.command()(report)
 app.command()(validate)

@@ -645,6 +645,49 @@ def test_a_folder_without_a_collection_is_refused(
     refused("predict", folder, "good", says=("nothing", "qtuning learn"))
 
 
+# ── sweeps ───────────────────────────────────────────────────────────────────────────────────
+
+SWEEPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no-stream": ((), ("streams are missing", "qtuning ls streams")),
+    "unknown-stream": (("--stream", "dema"), ("'dema'", "Did you mean 'demo'?")),
+    "unknown-method": (("--stream", "demo", "--method", "ewc qtuning"), ("'qtuning'", "Did you mean")),
+    "unknown-setting": (("--stream", "demo", "--vary", "epoch=1,2"), ("'epoch'", "'epochs'")),
+    "vary-without-values": (("--stream", "demo", "--vary", "epochs="), ("name=value", "'epochs='")),
+    "varied-twice": (
+        ("--stream", "demo", "--vary", "epochs=1", "--vary", "epochs=2"),
+        ("names epochs twice", "after one"),
+    ),
+    "value-twice": (("--stream", "demo", "--vary", "epochs=1,1"), ("vary epochs", "'1' twice")),
+    "value-that-is-a-word": (("--stream", "demo", "--vary", "epochs=1,few"), ("epochs", "'few'")),
+    "seeds-that-are-words": (("--stream", "demo", "--seeds", "one"), ("--seeds", "'one'")),
+    "missing-file": (("absent.yaml",), ("absent.yaml'", "check the path")),
+    "address-without-ray": (("--stream", "demo", "--address", "auto"), ("--address", "add --ray")),
+    "no-cores": (("--stream", "demo", "--cpus-per-pack", "0"), ("--cpus-per-pack", "0")),
+}  # fmt: skip
+
+
+@cases(SWEEPS)
+def test_a_bad_sweep_is_refused(
+    case: Any, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, says = case
+    refused("sweep", *arguments, says=says)
+
+
+def test_a_sweep_file_that_is_no_sweep_is_refused(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("stream: demo\nmethods: [ewc]\n")
+    refused("sweep", tmp_path / "s.yaml", says=("s.yaml", "'stream'", "Did you mean 'streams'?"))
+
+
+def test_ray_that_is_not_installed_is_named(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused("sweep", "--stream", "demo", "--ray", says=('pip install "qtuning[ray]"', "--ray"))
+
+
 # ── listing, and words the command line does not know ────────────────────────────────────────
 
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
