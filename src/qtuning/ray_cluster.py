@@ -48,6 +48,12 @@ def connected(address: str | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
+def cause_of(error: Exception) -> str:
+    """The first line of what went wrong on a worker; Ray adds its own traceback and advice."""
+    cause = getattr(error, "cause", None) or error
+    return f"{type(cause).__name__}: {str(cause).strip().splitlines()[0]}"
+
+
 def largest_node(ray: Any, resource: str) -> float:
     """How much of a resource (`CPU`, `GPU`) the best node of the cluster has."""
     return max(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qtuning.errors import ConfigError, QTuningError, unknown
-from qtuning.ray_cluster import connected, largest_node
+from qtuning.ray_cluster import cause_of, connected, largest_node
 from qtuning.runs import RunConfig, run, run_folder
 
 LISTS = ("streams", "methods", "models", "presets")
@@ -237,18 +237,13 @@ def run_on_ray(
             try:
                 outcome = ray.get(ready[0])
             except ray.exceptions.RayError as error:
-                outcome = Outcome(pack, error=_said(error, retries))
+                died = isinstance(error, ray.exceptions.WorkerCrashedError)
+                times = f"its worker died {retries + 1} times: " if died else ""
+                outcome = Outcome(pack, error=times + cause_of(error))
             found[id(pack)] = outcome
             if after:
                 after(outcome)
     return [found[id(pack)] for pack in packs]
-
-
-def _said(error: Exception, retries: int) -> str:
-    """What became of a task that brought no outcome, in one line."""
-    last = str(error).strip().splitlines()[-1].strip()
-    died = f"its worker died {retries + 1} times, " if "Crashed" in type(error).__name__ else ""
-    return f"{died}{type(error).__name__}: {last}"
 
 
 def _run_pack_in(pack: Pack, place: Place, folder: str) -> Outcome:

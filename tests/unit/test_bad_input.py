@@ -611,6 +611,10 @@ PREDICTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("'good'", "'same' takes pairs", "--text-b"),
     ),
     "unknown-device": (("good", "--task", "tone", "--device", "gpu"), ("'gpu'", "'cpu'")),
+    "output-of-another-kind": (("good", "-o", "out.xlsx"), ("'out.xlsx'", "end in .jsonl or .csv")),
+    "texts-and-a-file": (("good", "--file", "inbox.txt"), ("--file", "not both")),
+    "ray-without-a-file": (("good", "--ray"), ("--ray is for files", "--file")),
+    "workers-without-ray": (("good", "--workers", "2"), ("--workers", "add --ray")),
 }
 
 
@@ -633,6 +637,27 @@ def test_a_file_of_texts_that_is_not_utf8_is_refused(
     (tmp_path / "inbox.txt").write_bytes("café".encode("latin-1"))
     file = ("--file", tmp_path / "inbox.txt")
     refused("predict", existing, *file, "--task", "tone", says=("inbox.txt", "save it as UTF-8"))
+
+
+TABLES: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
+    "no-such-column": ("a.csv", "txt\ngood\n", (), ("a.csv", "'text'", "Did you mean 'txt'?")),
+    "no-rows": ("a.csv", "", (), ("a.csv has no rows", "at least one text")),
+    "empty-cell": ("a.csv", "text,id\n ,1\n", (), ("' '", "must be a non-empty string")),
+    "broken-json-line": ("a.jsonl", '{"text": "good"}\n{"text"\n', (), ("a.jsonl, line 2", "not JSON")),
+    "second-text-that-is-no-column": (
+        "a.csv", "text\ngood\n", ("--text-b", "reply"), ("'reply'", "Known: text"),
+    ),
+}  # fmt: skip
+
+
+@cases(TABLES)
+def test_a_bad_table_of_texts_is_refused(
+    case: Any, refused: Refused, existing: Path, tmp_path: Path
+) -> None:
+    name, content, options, says = case
+    (tmp_path / name).write_text(content)
+    words = ("--file", tmp_path / name, "--task", "tone", *options)
+    refused("predict", existing, *words, "-o", tmp_path / "out.jsonl", says=says)
 
 
 @pytest.mark.parametrize("make_folder", [False, True], ids=["absent", "without-manifest"])
