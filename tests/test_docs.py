@@ -42,9 +42,11 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_snippets_and_commands_run(page: Path, workplace: Path, monkeypatch, capsys) -> None:
-    for block in blocks(page, "bash"):
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs the commands of a block."""
+
+    def run(block: str) -> None:
         for line in block.splitlines():
             command = line.split(" #")[0].strip()
             if not command or command.startswith(SLOW):
@@ -55,9 +57,26 @@ def test_snippets_and_commands_run(page: Path, workplace: Path, monkeypatch, cap
             with pytest.raises(SystemExit) as ended:
                 cli.main()
             assert ended.value.code in (0, None), (command, capsys.readouterr().err)
+
+    return run
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_snippets_and_commands_run(page: Path, workplace: Path, call) -> None:
+    for block in blocks(page, "bash"):
+        call(block)
     shutil.rmtree(workplace / "support", ignore_errors=True)
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), {})
+
+
+@pytest.mark.ray
+def test_commands_on_ray_run(workplace: Path, call) -> None:
+    """Blocks of `sh`, after those of `bash` that they build on."""
+    page = ROOT / "docs" / "sweeps.md"
+    for block in [*blocks(page, "bash"), *blocks(page, "sh")]:
+        call(block)
+    assert (workplace / "labelled.csv").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

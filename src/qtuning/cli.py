@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from qtuning.cli_export import export
 from qtuning.cli_runs import parse_settings, report, run, validate
+from qtuning.cli_sweep import sweep
 from qtuning.cli_tune import tune
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
 
@@ -207,12 +209,28 @@ def predict(
         str | None, typer.Option(help="Which task; found by the text if left out.")
     ] = None,
     text_b: Annotated[
-        str | None, typer.Option(help="The second text, for a task on pairs.")
+        str | None,
+        typer.Option(help="The second text, for a task on pairs; its column in a table."),
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="A file with one text per line instead.")
+        Path | None,
+        typer.Option(help="A CSV, TSV, JSONL or Parquet, or any file with one text per line."),
+    ] = None,
+    text: Annotated[str, typer.Option(help="Column of the text, in a table.")] = "text",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the rows and their answers to a .jsonl or .csv."
+        ),
     ] = None,
     device: Device = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Spread a large file over Ray.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --ray: a running cluster; this machine by default.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="With --ray: open collections at most.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Label texts with a task of a collection, or find the task first.
@@ -223,40 +241,60 @@ def predict(
     `qtuning predict support "Where is my money?"`
 
     `qtuning predict support --file inbox.txt --task tone --json`
+
+    `qtuning predict support --file inbox.parquet --text body --task tone -o labelled.jsonl --ray`
     """
+    from qtuning.labelling import (
+        Asked,
+        answers,
+        check_output,
+        label_file,
+        label_on_ray,
+        to_json,
+        write_rows,
+    )
     from qtuning.tuner import QTuner
 
-    rows: list[Any] = list(texts or [])
+    if output is not None:
+        check_output(output)
+    if file is not None and texts:
+        raise TaskError("give texts or a file of texts with --file, not both.")
+    if ray and file is None:
+        raise TaskError("--ray is for files; name one with --file, or leave --ray out.")
+    if not ray and (address is not None or workers is not None):
+        flag = "--workers" if address is None else "--address"
+        raise ConfigError(f"{flag} is for Ray; add --ray, or leave it out.")
+    found: Iterable[dict[str, Any]]
     if file is not None:
-        if not file.is_file():
-            raise TaskError(f"there is no file {str(file)!r}; check the path.")
-        try:
-            rows += [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except UnicodeDecodeError:
-            raise TaskError(f"{file} is not UTF-8; save it as UTF-8.") from None
-    if not rows:
-        raise TaskError("give at least one text, or a file of texts with --file.")
-    if text_b is not None:
-        rows = [(row, text_b) for row in rows]
-    tuner = QTuner.from_pretrained(collection, device=device)
-    is_told = task is not None or len(tuner.tasks) == 1
-    found: Any = tuner.predict_proba(rows, task) if is_told else tuner.answer(rows)
-    for row, each in zip(rows, found, strict=True):
-        said: dict[str, Any] = {"text": row}
-        if isinstance(each, dict):
-            label, probabilities = max(each, key=each.__getitem__), each
+        asked = Asked(file, task, text, text_b)
+        if ray:
+            found = label_on_ray(collection, asked, device=device, address=address, workers=workers)
         else:
-            label, probabilities = each.label, each.probabilities
-            said |= {"task": each.task, "similarity": each.similarity}
+            asked.check()
+            found = label_file(QTuner.from_pretrained(collection, device=device), asked)
+        column = asked.shown
+    elif texts:
+        rows: list[Any] = [(row, text_b) for row in texts] if text_b is not None else texts
+        answered = answers(QTuner.from_pretrained(collection, device=device), rows, task)
+        found = ({"text": row, **said} for row, said in zip(rows, answered, strict=True))
+        column = "text"
+    else:
+        raise TaskError("give at least one text, or a file of texts with --file.")
+    if output is not None:
+        typer.echo(f"{output}: {write_rows(found, output)} rows")
+        return
+    for said in found:
         if as_json:
-            _print_json({**said, "label": label, "probabilities": probabilities}, indent=None)
+            typer.echo(to_json(said))
             continue
-        shown = " / ".join(row) if isinstance(row, tuple) else row
-        where = f"{said['task'] or '-'} {said['similarity']:.2f}\t" if "task" in said else ""
-        typer.echo(f"{where}{label}\t{probabilities.get(label, 0.0):.3f}\t{shown}")
+        shown = " / ".join(said[column]) if isinstance(said[column], tuple) else said[column]
+        where = f"{said['task'] or '-'} {said['similarity']:.2f}\t" if "similarity" in said else ""
+        share = said["probabilities"].get(said["label"], 0.0)
+        typer.echo(f"{where}{said['label']}\t{share:.3f}\t{shown}")
 
 
 app.command()(run)
+app.command()(sweep)
 app.command()(tune)
 app.command()(report)
 app.command()(export)

@@ -83,7 +83,7 @@ def run(
     raw = read_yaml(config) if config else {}
     raw |= {key: value for key, value in flags.items() if value is not None}
     if test_limit is not None:
-        raw["test_limit"] = 0 if test_limit == "all" else _whole(test_limit, "--test-limit")
+        raw["test_limit"] = 0 if test_limit == "all" else whole(test_limit, "--test-limit")
     chosen = dict(raw.get("settings") or {})
     if shots is not None:
         chosen["shots"] = shots
@@ -116,14 +116,15 @@ def run(
 
 def validate(
     files: Annotated[
-        list[Path], typer.Argument(help="YAML files: streams, data set cards or runs.")
+        list[Path], typer.Argument(help="YAML files: streams, data set cards, runs or sweeps.")
     ],
 ) -> None:
-    """Check YAML files of streams, data sets and runs.
+    """Check YAML files of streams, data sets, runs and sweeps.
 
     Example: `qtuning validate my-stream.yaml`
     """
     from qtuning.runs import read_run_config
+    from qtuning.sweep import expand, read_sweep
 
     for file in files:
         raw = read_yaml(file)
@@ -133,6 +134,9 @@ def validate(
         elif "labels" in raw:
             card = read_card(raw, file.name)
             said = f"data set {card.name!r} with {len(card.labels)} labels"
+        elif "streams" in raw:
+            packs = expand(read_sweep(raw, file.name))
+            said = f"sweep of {len(packs)} packs, {sum(len(p.seeds) for p in packs)} runs"
         else:
             config = read_run_config(raw, file.name).resolved()
             said = f"run of {config.method!r} on {config.stream!r}, hash {config.short_hash()}"
@@ -192,13 +196,14 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def parse_seeds(text: str) -> list[int]:
     """Whole numbers, separated by spaces or commas."""
-    seeds = [_whole(word, "--seeds") for word in text.replace(",", " ").split()]
+    seeds = [whole(word, "--seeds") for word in text.replace(",", " ").split()]
     if not seeds or len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seeds must be one or several different whole numbers, got {text!r}.")
     return seeds
 
 
-def _whole(text: str, flag: str) -> int:
+def whole(text: str, flag: str) -> int:
+    """A whole number of the command line."""
     try:
         return int(text)
     except ValueError:

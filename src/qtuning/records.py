@@ -85,6 +85,21 @@ class DiskSnapshots(dict[str, Snapshot]):
         return ItemsView(self)
 
 
+def pack_file(folders: Sequence[Path], tasks: int) -> Path:
+    """Where the runs of these folders commit together.
+
+    A pack that was killed between the results of two runs has learnt everything: the runs whose results are missing
+    belong to it still, and take theirs from its last commit rather than learn again in other company.
+    """
+    names = [folder.name for folder in folders]
+    own = folders[0].parent / f"pack-{sha256_of('-'.join(names).encode())[:8]}.json"
+    for file in [] if own.exists() else sorted(own.parent.glob("pack-*.json")):
+        committed = read_json(file)
+        if set(names) < set(committed["runs"]) and committed.get("done") == tasks:
+            return file
+    return own
+
+
 class RunJournal(Journal):
     """Keeps a pack's progress in the folders of its runs."""
 
@@ -170,7 +185,8 @@ class RunJournal(Journal):
                 "events": (folder / "events.jsonl").stat().st_size,
             }
             write_tensors(folder / "state" / f"{number}.safetensors", tensors, recorded)
-        write_json(self.pack, {"generation": number, "runs": [f.name for f in self.folders]})
+        names, done = [folder.name for folder in self.folders], runs[0].done
+        write_json(self.pack, {"generation": number, "done": done, "runs": names})
         self.generation = number
         for folder in self.folders:
             for old in (folder / "state").iterdir():

@@ -39,6 +39,7 @@ from qtuning.records import (
     SCHEMA,
     RunJournal,
     locked,
+    pack_file,
     read_json,
     read_tensors,
     to_json,
@@ -164,9 +165,8 @@ def _run_pack(
 ) -> None:
     tasks, backbone, method, settings = prepare(config, data, how)
     train = settings[1]
-    names = "-".join(folders[seed].name for seed in seeds)
-    pack = folders[seeds[0]].parent / f"pack-{sha256_of(names.encode())[:8]}.json"
-    journal = RunJournal(method, [folders[seed] for seed in seeds], pack)
+    own = [folders[seed] for seed in seeds]
+    journal = RunJournal(method, own, pack_file(own, len(tasks)))
     if started:
         started(backbone, tasks)
     began = datetime.now(UTC)

@@ -142,18 +142,22 @@ def _read_table(file: Path, reader: csv.DictReader[str]) -> list[dict[str, Any]]
 def _read_json_lines(file: Path, stream: Any) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TaskError(
-                f"{file.name}, line {number}: not JSON ({error.msg}); each line must be a JSON object."
-            ) from None
-        if not isinstance(row, dict):
-            raise TaskError(f"{file.name}, line {number}: each line must be a JSON object.")
-        rows.append(row)
+        if line.strip():
+            rows.append(read_json_line(line, f"{file.name}, line {number}"))
     return rows
+
+
+def read_json_line(line: str, source: str) -> dict[str, Any]:
+    """A row of a JSONL file; `source` is named where it is none."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TaskError(
+            f"{source}: not JSON ({error.msg}); each line must be a JSON object."
+        ) from None
+    if not isinstance(row, dict):
+        raise TaskError(f"{source}: each line must be a JSON object.")
+    return row
 
 
 def _read_parquet(file: Path) -> list[dict[str, Any]]:

@@ -612,6 +612,10 @@ PREDICTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("'good'", "'same' takes pairs", "--text-b"),
     ),
     "unknown-device": (("good", "--task", "tone", "--device", "gpu"), ("'gpu'", "'cpu'")),
+    "output-of-another-kind": (("good", "-o", "out.xlsx"), ("'out.xlsx'", "end in .jsonl or .csv")),
+    "texts-and-a-file": (("good", "--file", "inbox.txt"), ("--file", "not both")),
+    "ray-without-a-file": (("good", "--ray"), ("--ray is for files", "--file")),
+    "workers-without-ray": (("good", "--workers", "2"), ("--workers", "add --ray")),
 }
 
 
@@ -670,6 +674,27 @@ def test_the_layout_of_peft_is_refused_for_other_families(
     refused_new(good, "--readout", "peft", says=says, model=models / "t5")
 
 
+TABLES: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
+    "no-such-column": ("a.csv", "txt\ngood\n", (), ("a.csv", "'text'", "Did you mean 'txt'?")),
+    "no-rows": ("a.csv", "", (), ("a.csv has no rows", "at least one text")),
+    "empty-cell": ("a.csv", "text,id\n ,1\n", (), ("' '", "must be a non-empty string")),
+    "broken-json-line": ("a.jsonl", '{"text": "good"}\n{"text"\n', (), ("a.jsonl, line 2", "not JSON")),
+    "second-text-that-is-no-column": (
+        "a.csv", "text\ngood\n", ("--text-b", "reply"), ("'reply'", "Known: text"),
+    ),
+}  # fmt: skip
+
+
+@cases(TABLES)
+def test_a_bad_table_of_texts_is_refused(
+    case: Any, refused: Refused, existing: Path, tmp_path: Path
+) -> None:
+    name, content, options, says = case
+    (tmp_path / name).write_text(content)
+    words = ("--file", tmp_path / name, "--task", "tone", *options)
+    refused("predict", existing, *words, "-o", tmp_path / "out.jsonl", says=says)
+
+
 @pytest.mark.parametrize("make_folder", [False, True], ids=["absent", "without-manifest"])
 def test_a_folder_without_a_collection_is_refused(
     make_folder: bool, refused: Refused, tmp_path: Path
@@ -678,6 +703,49 @@ def test_a_folder_without_a_collection_is_refused(
     if make_folder:
         folder.mkdir()
     refused("predict", folder, "good", says=("nothing", "qtuning learn"))
+
+
+# ── sweeps ───────────────────────────────────────────────────────────────────────────────────
+
+SWEEPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no-stream": ((), ("streams are missing", "qtuning ls streams")),
+    "unknown-stream": (("--stream", "dema"), ("'dema'", "Did you mean 'demo'?")),
+    "unknown-method": (("--stream", "demo", "--method", "ewc qtuning"), ("'qtuning'", "Did you mean")),
+    "unknown-setting": (("--stream", "demo", "--vary", "epoch=1,2"), ("'epoch'", "'epochs'")),
+    "vary-without-values": (("--stream", "demo", "--vary", "epochs="), ("name=value", "'epochs='")),
+    "varied-twice": (
+        ("--stream", "demo", "--vary", "epochs=1", "--vary", "epochs=2"),
+        ("names epochs twice", "after one"),
+    ),
+    "value-twice": (("--stream", "demo", "--vary", "epochs=1,1"), ("vary epochs", "'1' twice")),
+    "value-that-is-a-word": (("--stream", "demo", "--vary", "epochs=1,few"), ("epochs", "'few'")),
+    "seeds-that-are-words": (("--stream", "demo", "--seeds", "one"), ("--seeds", "'one'")),
+    "missing-file": (("absent.yaml",), ("absent.yaml'", "check the path")),
+    "address-without-ray": (("--stream", "demo", "--address", "auto"), ("--address", "add --ray")),
+    "no-cores": (("--stream", "demo", "--cpus-per-pack", "0"), ("--cpus-per-pack", "0")),
+}  # fmt: skip
+
+
+@cases(SWEEPS)
+def test_a_bad_sweep_is_refused(
+    case: Any, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, says = case
+    refused("sweep", *arguments, says=says)
+
+
+def test_a_sweep_file_that_is_no_sweep_is_refused(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text("stream: demo\nmethods: [ewc]\n")
+    refused("sweep", tmp_path / "s.yaml", says=("s.yaml", "'stream'", "Did you mean 'streams'?"))
+
+
+def test_ray_that_is_not_installed_is_named(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused("sweep", "--stream", "demo", "--ray", says=('pip install "qtuning[ray]"', "--ray"))
 
 
 # ── listing, and words the command line does not know ────────────────────────────────────────

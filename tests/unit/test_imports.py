@@ -34,8 +34,11 @@ PATH_TO_A_SCORE = LIGHT | {
 EDGES = {
     "cli.py",
     "cli_runs.py",
+    "cli_sweep.py",
     "cli_tune.py",
     "cli_export.py",
+    "ray_cluster.py",
+    "labelling.py",
     "sources.py",
     "task_files.py",
     "data.py",

@@ -114,6 +114,17 @@ def test_a_finished_run_answers_at_once_and_does_nothing_again(place: Path) -> N
     } == before
 
 
+def test_a_kill_between_two_results_learns_nothing_again(place: Path) -> None:
+    """The run whose result is missing takes it from what its pack committed."""
+    root = place / "between"
+    shutil.copytree(place / "whole", root)
+    next(root.glob("*/*/1-*/result.json")).unlink()
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*.safetensors")}
+    assert start(place, "between").wait(timeout=120) == 0
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*.safetensors")} == before
+    assert contents(root) == contents(place / "whole")
+
+
 def test_nothing_finished_is_done_again(place: Path) -> None:
     """A run killed after its second task leaves that task's files as they are."""
     process = start(place, "cut")

@@ -1,0 +1,215 @@
+"""The command that runs a grid of runs. Registered in `cli.py`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from qtuning.cli_runs import parse_seeds, parse_settings, whole
+from qtuning.errors import ConfigError
+from qtuning.streams import read_yaml
+
+if TYPE_CHECKING:
+    from qtuning.sweep import Outcome, Pack
+
+
+def sweep(
+    file: Annotated[
+        Path | None, typer.Argument(help="A YAML of a sweep; flags below override it.")
+    ] = None,
+    stream: Annotated[
+        str | None, typer.Option(help="One or several, e.g. 'demo starter-four'.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="One or several, e.g. 'q-tuning ewc'; q-tuning by default.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="One or several short names, hub ids or folders.")
+    ] = None,
+    seeds: Annotated[str | None, typer.Option(help="Of every pack, e.g. '0 1 2'.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="One or several; {method} stands for the method's name.")
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="A setting with several values, e.g. queue_size=5,10."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of all, e.g. epochs=30.")
+    ] = None,
+    shots: Annotated[
+        int | None, typer.Option(help="Training examples per class; 0 for all.")
+    ] = None,
+    test_limit: Annotated[str | None, typer.Option(help="Test rows per class, or 'all'.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Folder of Parquet files; QTUNING_DATA by default.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where the records lie.")] = Path("runs"),
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
+    compile: Annotated[str, typer.Option(help="On a GPU: auto, on, off.")] = "auto",
+    lanes: Annotated[
+        int | None, typer.Option(help="Seeds that share a pass; as many as fit by default.")
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Packs side by side on Ray, begun again if one dies.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(help="With --ray: a running cluster; this machine by default."),
+    ] = None,
+    cpus_per_pack: Annotated[
+        int | None, typer.Option(min=1, help="Threads of a pack; with --ray its cores too.")
+    ] = None,
+    gpus_per_pack: Annotated[
+        float | None, typer.Option(min=0, help="With --ray: GPUs of a pack, e.g. 0.5.")
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(min=0, help="With --ray: new tries of a pack whose worker died.")
+    ] = 3,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the packs; learn nothing.")
+    ] = False,
+) -> None:
+    """Run every combination of methods, streams, models and settings; the same command again goes on.
+
+    Seeds of one combination are a pack and share every pass of the model. A pack that fails does not stop the others;
+    the exit code is then 1.
+
+    Examples:
+        `qtuning sweep --stream demo --method "q-tuning per-task-prompt" --seeds "0 1 2"`
+
+        `qtuning sweep --stream demo --vary queue_size=5,10 --vary prompt_lr=0.003,0.01 --dry-run`
+
+        `qtuning sweep examples/sweep.yaml --ray --cpus-per-pack 2`
+    """
+    from qtuning.sweep import Place, expand, read_sweep, run_here, run_on_ray
+
+    raw: dict[str, Any] = read_yaml(file) if file else {}
+    names = {"streams": stream, "methods": method, "models": model, "presets": preset}
+    raw |= {key: _names(text) for key, text in names.items() if text is not None}
+    if seeds is not None:
+        raw["seeds"] = parse_seeds(seeds)
+    if test_limit is not None:
+        raw["test_limit"] = 0 if test_limit == "all" else whole(test_limit, "--test-limit")
+    chosen = {} if shots is None else {"shots": shots}
+    for key, own in (
+        ("settings", chosen | parse_settings(settings or [])),
+        ("vary", _varied(vary or [])),
+    ):
+        given = raw.get(key) or {}
+        raw[key] = given | own if isinstance(given, dict) else given  # the reader refuses others
+    if not ray and (address is not None or gpus_per_pack is not None):
+        flag = "--gpus-per-pack" if address is None else "--address"
+        raise ConfigError(f"{flag} is for Ray; add --ray, or leave it out.")
+    packs = expand(read_sweep(raw, str(file or "the flags")))
+    if dry_run:
+        _print_packs(packs, output)
+        return
+    place = Place(output, data, device, compile, lanes, cpus_per_pack)
+    with _Bar(len(packs)) as bar:
+        if ray:
+            found = run_on_ray(
+                packs,
+                place,
+                bar.after,
+                address=address,
+                cpus=cpus_per_pack,
+                gpus=gpus_per_pack,
+                retries=retries,
+            )
+        else:
+            found = run_here(packs, place, bar.after)
+    _print_outcomes(found, output)
+    if any(each.error for each in found):
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _varied(pairs: Sequence[str]) -> dict[str, list[str]]:
+    """`name=v1,v2` pairs; a section before a dot is allowed and ignored, as in --set."""
+    found: dict[str, list[str]] = {}
+    for pair in pairs:
+        name, equals, values = pair.partition("=")
+        listed = [value.strip() for value in values.split(",") if value.strip()]
+        if not equals or not listed:
+            raise ConfigError(f"--vary takes name=value,value, got {pair!r}.")
+        key = name.strip().split(".")[-1]
+        if key in found:
+            raise ConfigError(f"--vary names {key} twice; list all its values after one.")
+        found[key] = listed
+    return found
+
+
+def _print_packs(packs: Sequence[Pack], output: Path) -> None:
+    """What would be run, and what is there already."""
+    from qtuning.runs import run_folder
+
+    console, table = Console(), Table("pack", "seeds", "finished", "records")
+    there = 0
+    for pack in packs:
+        folders = [run_folder(output, pack.config, seed) for seed in pack.seeds]
+        done = sum((folder / "result.json").exists() for folder in folders)
+        there += done
+        seeds = " ".join(map(str, pack.seeds))
+        table.add_row(pack.name, seeds, f"{done} of {len(folders)}", f"{folders[0]}")
+    console.print(table)
+    runs = sum(len(pack.seeds) for pack in packs)
+    console.print(f"{len(packs)} packs, {runs} runs, {there} of them finished", highlight=False)
+
+
+class _Bar:
+    """Packs that ended, one line each, above a bar that counts them."""
+
+    def __init__(self, packs: int):
+        self.console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("[bold]packs"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        self._id = self._bar.add_task("", total=packs)
+
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.stop()
+
+    def after(self, outcome: Outcome) -> None:
+        """Count one more."""
+        mark = "[red]✗[/red]" if outcome.error else "[green]✓[/green]"
+        self._bar.update(self._id, advance=1, description=f"{mark} {outcome.pack.name}")
+
+
+def _print_outcomes(found: Sequence[Outcome], output: Path) -> None:
+    console, table = Console(), Table("pack", "seeds", "average", "seconds")
+    finished = [each for each in found if not each.error]
+    failed = [each for each in found if each.error]
+    for each in finished:
+        mean = sum(each.scores) / len(each.scores)
+        table.add_row(each.pack.name, str(len(each.scores)), f"{mean:.1%}", f"{each.seconds:.0f}")
+    if finished:
+        console.print(table)
+    for each in failed:
+        typer.echo(f"failed: {each.pack.name}: {each.error}")
+    typer.echo(f"{len(finished)} packs finished, {len(failed)} failed")
+    if failed:
+        typer.echo("the same command again tries the failed ones only")
+    if finished:
+        typer.echo(f"compare them: qtuning report {shlex.quote(str(output))} -o report.html")

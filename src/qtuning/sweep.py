@@ -1,0 +1,265 @@
+"""A grid of runs: expanded to packs, done one after another here or spread over Ray.
+
+A pack is one config with all its seeds, which share every pass of the model. Packs know nothing of each other, each
+goes on from its own records, and one that fails does not stop the rest: so a sweep can be stopped, killed or repeated
+at will, and ends with the same records wherever it was computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from qtuning.errors import ConfigError, QTuningError, unknown
+from qtuning.ray_cluster import cause_of, connected, largest_node
+from qtuning.runs import RunConfig, run, run_folder
+
+LISTS = ("streams", "methods", "models", "presets")
+"""What a sweep lists; `RunConfig` has one of each."""
+FIXED = tuple(
+    f.name for f in fields(RunConfig) if f"{f.name}s" not in LISTS and f.name != "settings"
+)
+"""What is the same for all packs."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Every combination of what is listed is a pack."""
+
+    streams: Sequence[str]
+    methods: Sequence[str] = ("q-tuning",)
+    models: Sequence[str] = ("minilm",)
+    presets: Sequence[str] = ("",)
+    """`{method}` and `{model}` stand for the pack's: each method can have the preset that was tuned for it."""
+    seeds: Sequence[int] = (0,)
+    """The seeds of every pack."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """For all packs."""
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Settings with several values each."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Other fields of `RunConfig`, for all packs."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One config with all its seeds."""
+
+    config: RunConfig
+    seeds: tuple[int, ...]
+    varied: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What sets it apart, for people."""
+        config = self.config
+        own = [f"{name} {value}" for name, value in self.varied.items()]
+        words = [config.method, Path(config.stream).stem, Path(config.model).name, *own]
+        return " · ".join([*words, *([Path(config.preset).stem] if config.preset else [])])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a pack."""
+
+    pack: Pack
+    scores: tuple[float, ...] = ()
+    """Average score of each seed."""
+    error: str = ""
+    """Why it failed, in one line; empty for a finished pack."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where records lie and how a pack is computed: nothing that its result depends on, threads and device aside."""
+
+    root: Path
+    data: str | None = None
+    device: str | None = None
+    compile: str = "auto"
+    lanes: int | None = None
+    threads: int | None = None
+    """Threads of one pack; torch's own choice by default. Sums of other threads may round otherwise."""
+
+
+After = Callable[[Outcome], None]
+
+
+def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
+    """A sweep from a YAML's mapping; unknown keys suggest the nearest, single values stand for lists of one."""
+    known = (*LISTS, "seeds", "settings", "vary", *FIXED)
+    for key in raw:
+        if key not in known:
+            raise ConfigError(f"{source}: {unknown('key', str(key), known)}")
+    if not raw.get("streams"):
+        raise ConfigError(
+            f"{source}: streams are missing; name one or several that `qtuning ls streams` prints."
+        )
+    lists = {key: _listed(raw[key], key, source) for key in (*LISTS, "seeds") if key in raw}
+    for key, kind in (*((key, str) for key in LISTS), ("seeds", int)):
+        for value in lists.get(key, ()):
+            if type(value) is not kind:
+                wish = "names" if kind is str else "whole numbers"
+                raise ConfigError(f"{source}: {key} must be {wish}, got {value!r}.")
+    for key in ("settings", "vary"):
+        if not isinstance(raw.get(key) or {}, Mapping):
+            raise ConfigError(
+                f"{source}: {key} must be a mapping of settings to values, got {raw[key]!r}."
+            )
+    vary = {
+        str(name): _listed(values, f"vary {name}", source)
+        for name, values in (raw.get("vary") or {}).items()
+    }
+    fixed = {key: raw[key] for key in FIXED if key in raw}
+    return Sweep(**lists, settings=dict(raw.get("settings") or {}), vary=vary, fixed=fixed)
+
+
+def _listed(value: Any, key: str, source: str) -> tuple[Any, ...]:
+    """One value or several different ones."""
+    found = tuple(value) if isinstance(value, list | tuple) else (value,)
+    if not found:
+        raise ConfigError(f"{source}: {key} is an empty list; give at least one value.")
+    twice = [each for i, each in enumerate(found) if each in found[:i]]
+    if twice:
+        raise ConfigError(f"{source}: {key} lists {twice[0]!r} twice; remove one.")
+    return found
+
+
+def expand(sweep: Sweep) -> list[Pack]:
+    """All packs, every name and setting checked; combinations that mean the same run are one pack."""
+    for name in sweep.vary:
+        if name in sweep.settings:
+            raise ConfigError(f"{name} is both set and varied; leave one of them out.")
+    packs: dict[Path, Pack] = {}
+    grid = itertools.product(sweep.streams, sweep.models, sweep.presets, sweep.methods)
+    for stream, model, preset, method in grid:
+        named = preset.replace("{method}", method).replace("{model}", Path(model).name)
+        for values in itertools.product(*sweep.vary.values()):
+            varied = dict(zip(sweep.vary, values, strict=True))
+            config = RunConfig(
+                stream=stream,
+                method=method,
+                model=model,
+                preset=named,
+                settings={**sweep.settings, **varied},
+                **sweep.fixed,
+            ).resolved()
+            folder = run_folder(Path(), config, 0)
+            packs.setdefault(folder, Pack(config, tuple(sweep.seeds), varied))
+    return list(packs.values())
+
+
+# ── computing ────────────────────────────────────────────────────────────────────────────────
+
+
+def run_pack(pack: Pack, place: Place) -> Outcome:
+    """Finish a pack, or say why it cannot be finished; a finished one answers at once."""
+    import torch
+
+    began, threads = time.perf_counter(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(place.threads or threads)
+        found = run(
+            pack.config,
+            pack.seeds,
+            place.root,
+            data=place.data,
+            device=place.device,
+            compile=place.compile,
+            lanes=place.lanes,
+        )
+    except Exception as error:  # whatever it is, the other packs go on
+        said = str(error) if isinstance(error, QTuningError) else f"{type(error).__name__}: {error}"
+        return Outcome(pack, error=" ".join(said.split()), seconds=time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
+    scores = tuple(result["average_score"] for result in found)
+    return Outcome(pack, scores, seconds=time.perf_counter() - began)
+
+
+def run_here(packs: Sequence[Pack], place: Place, after: After | None = None) -> list[Outcome]:
+    """All packs in this process, one after another; `after` is called with each."""
+    found = []
+    for pack in packs:
+        found.append(run_pack(pack, place))
+        if after:
+            after(found[-1])
+    return found
+
+
+def run_on_ray(
+    packs: Sequence[Pack],
+    place: Place,
+    after: After | None = None,
+    *,
+    address: str | None = None,
+    cpus: int | None = None,
+    gpus: float | None = None,
+    retries: int = 3,
+) -> list[Outcome]:
+    """All packs as tasks of Ray, as many at a time as there is room for; in the order of `packs`.
+
+    A pack whose worker dies begins again on another and goes on from its records. Nodes must see the same files.
+
+    Args:
+        packs: What to do.
+        place: Where the records lie; relative paths mean the caller's folder on every node.
+        after: Called with each pack when it ends.
+        address: See `connected`.
+        cpus: Cores and threads of a pack; those of this machine by default, one where a pack has a GPU.
+        gpus: GPUs of a pack, a fraction where several share one; one where the cluster has any, by default.
+        retries: How often a pack is begun again when its worker dies.
+    """
+    import torch
+
+    with connected(address) as ray:
+        if gpus is None:
+            on_card = not place.device or place.device.startswith("cuda")
+            gpus = 1.0 if on_card and ray.cluster_resources().get("GPU") else 0.0
+        cpus = cpus or (1 if gpus else place.threads or torch.get_num_threads())
+        if not (address or os.environ.get("RAY_ADDRESS")):  # a cluster may grow when it is asked
+            _check_room(ray, cpus, gpus)
+        own = Place(**{**vars(place), "threads": cpus})
+        task = ray.remote(_run_pack_in).options(
+            num_cpus=cpus, num_gpus=gpus, max_retries=retries, retry_exceptions=False
+        )
+        waiting = {task.remote(pack, own, os.getcwd()): pack for pack in packs}
+        found: dict[int, Outcome] = {}
+        while waiting:
+            ready, _ = ray.wait(list(waiting))
+            pack = waiting.pop(ready[0])
+            try:
+                outcome = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                died = isinstance(error, ray.exceptions.WorkerCrashedError)
+                times = f"its worker died {retries + 1} times: " if died else ""
+                outcome = Outcome(pack, error=times + cause_of(error))
+            found[id(pack)] = outcome
+            if after:
+                after(outcome)
+    return [found[id(pack)] for pack in packs]
+
+
+def _run_pack_in(pack: Pack, place: Place, folder: str) -> Outcome:
+    """`run_pack` in the caller's folder: relative paths are part of a config and must stay as they are."""
+    try:
+        os.chdir(folder)
+    except OSError:
+        return Outcome(pack, error=f"this node has no folder {folder}; share it with all nodes.")
+    return run_pack(pack, place)
+
+
+def _check_room(ray: Any, cpus: int, gpus: float) -> None:
+    """Refuse what no node could ever hold; Ray would wait for it without end."""
+    for flag, wanted, resource in (("cpus", cpus, "CPU"), ("gpus", gpus, "GPU")):
+        most = largest_node(ray, resource)
+        if wanted > most:
+            raise ConfigError(
+                f"--{flag}-per-pack {wanted:g}: no node has so many, the largest has {most:g}; lower it."
+            )
