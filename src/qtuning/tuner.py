@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from dataclasses import replace as replaced
 from os import PathLike
 from pathlib import Path
@@ -21,28 +20,13 @@ from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
 from qtuning.hub import check_repo, local_folder, push_folder
-from qtuning.keys import Finder, Found, keys_of, read_features, with_key
+from qtuning.keys import Found, with_key
 from qtuning.lanes import Report
 from qtuning.methods import make_method
-from qtuning.predictor import Predictor, check_texts, make_predictor
+from qtuning.predictor import Answer, Predictor, check_texts, make_predictor
 from qtuning.progress import LearningBar
 from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots
 from qtuning.tasks import SPLIT_NAMES, Rows, Split, Task, Text
-
-UNKNOWN = "unknown"
-"""The label of a text that is of no known task."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is known of a text that came without a task."""
-
-    task: str | None
-    """None for a text of no known task."""
-    similarity: float
-    """To the nearest task's key, at most 1."""
-    label: str
-    probabilities: dict[str, float]
 
 
 class QTuner:
@@ -95,6 +79,7 @@ class QTuner:
         self._versions: dict[str, int] = {}
         self._home: tuple[Path, str] | None = None
         self.state: Any = None
+        self.predictor = Predictor(self.backbone, {})
         self.adopt(self.method.start(seed))
 
     @property
@@ -229,40 +214,12 @@ class QTuner:
         """Task, similarity and label of a text, or of each text of a list, without being told the task."""
         single = not isinstance(texts, list)
         rows: list[Text] = [texts] if single else texts
-        found = self.find_tasks(rows)
-        known = [i for i, each in enumerate(found) if each.is_known]
-        asked = self.predict_proba([rows[i] for i in known], [found[i].task for i in known])
-        assert isinstance(asked, list)
-        shares = dict(zip(known, asked, strict=True))
-        answers = [
-            Answer(each.task, each.similarity, max(shares[i], key=shares[i].__getitem__), shares[i])
-            if i in shares
-            else Answer(None, each.similarity, UNKNOWN, {})
-            for i, each in enumerate(found)
-        ]
+        answers = self.predictor.answer(rows, [None] * len(rows))
         return answers[0] if single else answers
 
     def find_tasks(self, texts: list[Text]) -> list[Found]:
         """The task of each text, by the keys that were learnt with the tasks."""
-        check_texts(texts)
-        keyless = [name for name, s in self.state.snapshots.items() if s.key is None]
-        if keyless:
-            raise TaskError(
-                f"say which task (task=…, --task): {', '.join(keyless)} has no key; learn it again, or give "
-                f"add_prompt some of its texts."
-            )
-        if not self.tasks:
-            raise TaskError("no task was learnt yet; teach one first (learn, qtuning learn).")
-        pairs = {isinstance(text, tuple) for text in texts}
-        found: dict[int, Found] = {}
-        for is_pair in pairs:
-            keys = keys_of(self.state.snapshots, is_pair)
-            if not keys:
-                raise TaskError(f"no task takes {'pairs of texts' if is_pair else 'single texts'}.")
-            places = [i for i, text in enumerate(texts) if isinstance(text, tuple) == is_pair]
-            features = read_features(self.backbone, [texts[i] for i in places])
-            found |= dict(zip(places, Finder(keys).find(features), strict=True))
-        return [found[i] for i in range(len(texts))]
+        return self.predictor.find_tasks(texts)
 
     def predict_proba(
         self, texts: Any, task: str | Sequence[str] | None = None
@@ -270,11 +227,7 @@ class QTuner:
         """Probabilities by label, for a text or for each text of a list."""
         single = not isinstance(texts, list)
         rows: list[Text] = [texts] if single else texts
-        names = self._task_per_text(rows, task)
-        found = [
-            dict(zip(self.tasks[name].label_names, log_probs.exp().tolist(), strict=True))
-            for name, log_probs in zip(names, self._predictor.log_probs(rows, names), strict=True)
-        ]
+        found = self.predictor.probabilities(rows, self._task_per_text(rows, task))
         return found[0] if single else found
 
     def score(
@@ -316,7 +269,7 @@ class QTuner:
             raise TaskError(
                 f"task {task.name!r} has no {part} rows to score; use part='all' for all of them."
             )
-        predictor = self._predictor
+        predictor = self.predictor
         if evaluate_with == "current":
             snapshot = replaced(self.state.snapshots[task.name], rows=self.state.current_layout())
             predictor = Predictor(self.backbone, {task.name: snapshot})
@@ -345,7 +298,7 @@ class QTuner:
     def adopt(self, state: Any) -> None:
         """Go on from a state of the same method on the same backbone, e.g. one that `run_stream` left."""
         self.state = state
-        self._predictor = make_predictor(self.backbone, state)
+        self.predictor = make_predictor(self.backbone, state, self.predictor)
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────
 
