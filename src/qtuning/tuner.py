@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from os import PathLike
 from pathlib import Path
@@ -15,13 +15,19 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, load_backbone
-from qtuning.collection import Collection, damage_named, read_collection, write_collection
+from qtuning.collection import (
+    Collection,
+    damage_named,
+    manifest_sha,
+    read_collection,
+    write_collection,
+)
 from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
 from qtuning.hub import check_repo, local_folder, push_folder
 from qtuning.keys import Found, with_key
-from qtuning.lanes import Report
+from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import make_method
 from qtuning.predictor import Answer, Predictor, check_texts, make_predictor
 from qtuning.progress import LearningBar
@@ -87,6 +93,10 @@ class QTuner:
         """The tasks it knows, in the order in which it learnt them."""
         return {name: snapshot.card for name, snapshot in self.state.snapshots.items()}
 
+    def version(self, name: str) -> int:
+        """How often a task was taught."""
+        return self._versions.get(name, 1)
+
     # ── learning ─────────────────────────────────────────────────────────────────────────────
 
     def learn(
@@ -96,6 +106,8 @@ class QTuner:
         replace: bool = False,
         progress: bool = True,
         report: Report | None = None,
+        checkpoint: Callable[[FitState], None] | None = None,
+        resume: FitState | None = None,
     ) -> dict[str, Any]:
         """Learn one more task; returns its scores, split and cost.
 
@@ -105,6 +117,8 @@ class QTuner:
                 new one is finished. What queue and shared prefix took from the old one stays in them.
             progress: Show a progress bar on a terminal.
             report: Called after every epoch, beside the bar.
+            checkpoint: Called after every epoch with what continuing needs (methods that train in lanes).
+            resume: What an earlier `checkpoint` was given, on the same state; training goes on from there.
         """
         self._check_free(task.name, replace)
         train = self.train_settings
@@ -117,12 +131,12 @@ class QTuner:
                 if report:
                     report(now)
 
-            learnt = self.method.learn(self.state, task, split, both)
+            learnt = self._fit(task, split, both, checkpoint, resume)
             learnt = with_key(self.backbone, learnt, task.name, split)
         seconds = time.perf_counter() - began
         snapshots = dict(learnt.snapshots)
         new = snapshots.pop(task.name)
-        predictor = make_predictor(self.backbone, learnt)
+        predictor = make_predictor(self.backbone, learnt, self.predictor)
         test = _score_rows(predictor, new.card, split.test) if len(split.test) else None
         facts = {
             **new.facts,
@@ -136,6 +150,28 @@ class QTuner:
         hidden = ("scale_u",)
         return {"task": task.name, "version": self._versions[task.name],
                 **{key: value for key, value in facts.items() if key not in hidden}}  # fmt: skip
+
+    def _fit(
+        self,
+        task: Task,
+        split: Split,
+        report: Report,
+        checkpoint: Callable[[FitState], None] | None,
+        resume: FitState | None,
+    ) -> Any:
+        """The state after this task."""
+        if not hasattr(self.method, "lane"):
+            return self.method.learn(self.state, task, split, report)
+        lane = self.method.lane(self.state, task, split)
+        facts = fit_lanes(
+            self.backbone,
+            [lane],
+            self.train_settings,
+            report,
+            checkpoint=(lambda fits: checkpoint(fits[0])) if checkpoint else None,
+            resume=[resume] if resume else None,
+        )
+        return lane.finish(facts[0])
 
     def remove(self, name: str) -> None:
         """Forget a task's snapshot. What queue and shared prefix took from it stays in them."""
@@ -326,6 +362,27 @@ class QTuner:
             write_collection(Path(folder), self._collection())
             replaces = ("tasks/*", "state-*.safetensors")
             return push_folder(folder, repo, private=private, token=token, replaces=replaces)
+
+    def refresh(self) -> bool:
+        """Take over what another process saved where this collection came from; whether there was anything.
+
+        Tasks that are as they were stay the same objects, so that nothing has to be prepared again for them.
+        """
+        if self._home is None:
+            raise CollectionError("this collection was not opened from a folder; save it first.")
+        folder, known = self._home
+        if manifest_sha(folder) == known:
+            return False
+        saved, sha = read_collection(folder)
+        snapshots = {}
+        for name, new in saved.snapshots.items():
+            old = self.state.snapshots.get(name)
+            is_same = old is not None and old.facts == new.facts and torch.equal(old.rows, new.rows)
+            snapshots[name] = old if is_same else new
+        with damage_named(folder):
+            self.adopt(self.method.unpack(saved.tensors, saved.facts, snapshots))
+        self._versions, self._home = dict(saved.versions), (folder, sha)
+        return True
 
     def _collection(self) -> Collection:
         tensors, facts = self.method.pack(self.state)
