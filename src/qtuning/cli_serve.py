@@ -60,7 +60,10 @@ def serve(
     typer.echo(
         f"{collection}: {count} tasks on {service.tuner.backbone.name}, http://{host}:{port}/"
     )
-    run_server(make_app(service, limits), host, port)
+    app = make_app(service, limits)
+    run_server(app, host, port)
+    batcher = app.state.desk.batcher
+    typer.echo(f"stopped: {batcher.answered} of {batcher.accepted} accepted requests were answered")
 
 
 def _is_loopback(host: str) -> bool:

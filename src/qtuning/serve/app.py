@@ -17,6 +17,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi import Path as InPath
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.sse import format_sse_event
 from fastapi.staticfiles import StaticFiles
 from pydantic import ValidationError
 from starlette.datastructures import UploadFile
@@ -39,7 +40,7 @@ from qtuning.serve.schemas import (
     TeachingsOut,
 )
 from qtuning.serve.service import STAYS, Service, TooMany
-from qtuning.serve.teaching import ENDED, Teaching
+from qtuning.serve.teaching import ENDED
 from qtuning.tasks import Task, Text
 
 log = logging.getLogger("qtuning.serve")
@@ -246,7 +247,8 @@ def _add_teaching(app: FastAPI, desk: Desk) -> None:
     @app.get("/v1/teachings", response_model=TeachingsOut, tags=["teaching"])
     async def teachings() -> dict[str, Any]:
         """Tasks that are, were or wait to be taught."""
-        return {"teachings": [t.facts() for t in list(service.teachings.values())]}
+        found = await asyncio.to_thread(service.teachings)
+        return {"teachings": [t.facts() for t in found.values()]}
 
     @app.get("/v1/teachings/{id}", response_model=TeachingOut, tags=["teaching"])
     async def teaching(id: TeachingId) -> dict[str, Any]:
@@ -256,8 +258,8 @@ def _add_teaching(app: FastAPI, desk: Desk) -> None:
     @app.get("/v1/teachings/{id}/events", tags=["teaching"], response_class=StreamingResponse)
     async def events(id: TeachingId) -> StreamingResponse:
         """Its progress as server-sent events, until it ends."""
-        found = service.teaching(id)
-        return StreamingResponse(_progress(desk, found), media_type="text/event-stream")
+        service.teaching(id)  # an unknown one is refused before the stream begins
+        return StreamingResponse(_progress(desk, id), media_type="text/event-stream")
 
     @app.post("/v1/teachings/{id}/cancel", response_model=TeachingOut, tags=["teaching"])
     async def cancel(id: TeachingId) -> dict[str, Any]:
@@ -270,16 +272,15 @@ def _add_teaching(app: FastAPI, desk: Desk) -> None:
         return service.go_on(id).facts()
 
 
-async def _progress(desk: Desk, teaching: Teaching) -> AsyncIterator[str]:
-    seen = -1
-    while True:
-        if teaching.changes != seen:
-            seen, facts = teaching.changes, teaching.facts()
-            yield f"event: progress\ndata: {json.dumps(facts)}\n\n"
+async def _progress(desk: Desk, name: str) -> AsyncIterator[str]:
+    seen: dict[str, Any] = {}
+    while not desk.is_closing:
+        facts = desk.service.teaching(name).facts()
+        if facts != seen:
+            seen = facts
+            yield format_sse_event(data_str=json.dumps(facts), event="progress").decode()
             if facts["state"] in ENDED:
                 return
-        if desk.is_closing:
-            return
         await asyncio.sleep(0.1)
 
 

@@ -49,6 +49,8 @@ class Batcher:
         self.rows_at_once, self.most_waiting = rows_at_once, most_waiting
         self.waiting = 0
         """Rows accepted and not answered yet."""
+        self.accepted = self.answered = 0
+        """Requests."""
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._lock = Lock()
         self._is_closed = False
@@ -64,6 +66,7 @@ class Batcher:
             if self.waiting and self.waiting + len(texts) > self.most_waiting:
                 raise Busy(f"{self.waiting} texts are waiting already; try again in a moment.")
             self.waiting += len(texts)
+            self.accepted += 1
             self._requests.put(request)
         return request.future
 
@@ -113,16 +116,17 @@ class Batcher:
                 for request in batch:
                     self._settle([request])
             else:
-                self._done(len(texts))
+                self._done(batch)
                 batch[0].future.set_exception(error)
             return
-        self._done(len(texts))
+        self._done(batch)
         first = 0
         for request in batch:
             last = first + len(request.texts)
             request.future.set_result(answers[first:last])
             first = last
 
-    def _done(self, rows: int) -> None:
+    def _done(self, batch: list[Request]) -> None:
         with self._lock:
-            self.waiting -= rows
+            self.waiting -= sum(len(request.texts) for request in batch)
+            self.answered += len(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from types import FrameType
 from typing import Any
@@ -35,6 +36,8 @@ def serve(app: FastAPI, host: str, port: int) -> None:
         timeout_graceful_shutdown=GRACE_SECONDS,
         server_header=False,
     )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # uvicorn raises it again at its end: not to die by it
     Server(config).run()
 
 

@@ -21,7 +21,14 @@ from qtuning.errors import CollectionError, QTuningError, TaskError, unknown
 from qtuning.files import sha256_of
 from qtuning.lanes import FitState, Progress
 from qtuning.predictor import Answer
-from qtuning.serve.teaching import ENDED, Stopped, Teaching, cut_short
+from qtuning.serve.teaching import (
+    ENDED,
+    Owner,
+    Stopped,
+    Teaching,
+    read_teaching,
+    read_teachings,
+)
 from qtuning.snapshots import answers_from_snapshots
 from qtuning.tasks import Task, Text
 from qtuning.tuner import QTuner
@@ -30,6 +37,7 @@ log = logging.getLogger("qtuning.serve")
 MOST_TEACHINGS = 32
 """That wait, at most."""
 REMEMBERED_TEACHINGS = 200
+"""Reports of ended teachings that are kept."""
 STAYS = "What the queue and the shared prefix learnt from it stays in them."
 
 
@@ -47,7 +55,7 @@ class Service:
             )
         self.predictor = self.tuner.predictor
         self.predictor.prepare()
-        self.teachings: dict[str, Teaching] = {t.id: t for t in cut_short(folder)}
+        self._owner = Owner(folder)
         self._teacher: QTuner | None = None
         self._changing = RLock()
         self._todo: SimpleQueue[Teaching | None] = SimpleQueue()
@@ -108,15 +116,13 @@ class Service:
             raise TaskError(
                 f"a task named {task.name!r} is already in the collection; rename it, or replace it."
             )
-        waiting = [t for t in self.teachings.values() if t.state not in ENDED]
+        waiting = [t for t in self.teachings().values() if t.state not in ENDED]
         if any(t.task == task.name for t in waiting):
             raise TaskError(f"a task named {task.name!r} is being taught already; wait for it.")
         if len(waiting) >= MOST_TEACHINGS:
             raise TooMany(f"{len(waiting)} tasks wait to be taught; try again when some are done.")
-        teaching = Teaching.of(task, replace_old)
-        teaching.save(self.folder)
-        self._remember(teaching)
-        return self._queue(teaching)
+        self._forget_old_reports()
+        return self._queue(Teaching.of(task, replace_old, self.folder, self._owner.name))
 
     def go_on(self, name: str) -> Teaching:
         """Continue a teaching that was stopped."""
@@ -126,39 +132,40 @@ class Service:
         return self._queue(teaching)
 
     def cancel(self, name: str) -> Teaching:
-        """Stop after the epoch under way; it can be continued."""
+        """Stop after the epoch under way, whichever process teaches it; it can be continued."""
         teaching = self.teaching(name)
         if teaching.state in ("done", "failed"):
             raise TaskError(f"teaching {name!r} is {teaching.state} already.")
-        teaching.stop.set()
-        if teaching.state == "waiting":
-            teaching.say(state="stopped", message="stopped before it began")
+        teaching.ask_to_stop()
         return teaching
+
+    def teachings(self) -> dict[str, Teaching]:
+        """Tasks that are, were or wait to be taught, by any process; oldest first."""
+        return read_teachings(self.folder)
 
     def teaching(self, name: str) -> Teaching:
         """By its id."""
-        if name not in self.teachings:
-            raise TaskError(unknown("teaching", name, self.teachings))
-        return self.teachings[name]
+        found = read_teaching(self.folder, name)
+        if found is None:
+            raise TaskError(unknown("teaching", name, self.teachings()))
+        return found
 
     def close(self) -> None:
         """Stop teaching after the epoch under way; it can be continued when the collection is opened again."""
         self._is_closed = True
-        for teaching in list(self.teachings.values()):
-            if teaching.state not in ENDED:
-                teaching.stop.set()
         if self._thread:
             self._todo.put(None)
             self._thread.join()
+        self._owner.leave()
 
-    def _remember(self, teaching: Teaching) -> None:
-        self.teachings[teaching.id] = teaching
-        ended = [t.id for t in self.teachings.values() if t.state in ("done", "failed")]
-        for name in ended[: max(0, len(self.teachings) - REMEMBERED_TEACHINGS)]:
-            del self.teachings[name]
+    def _forget_old_reports(self) -> None:
+        ended = [t for t in self.teachings().values() if t.state in ("done", "failed")]
+        for teaching in ended[:-REMEMBERED_TEACHINGS]:
+            teaching.forget(with_report=True)
 
     def _queue(self, teaching: Teaching) -> Teaching:
-        teaching.stop.clear()
+        teaching.owner = self._owner.name
+        teaching.may_go_on()
         teaching.say(state="waiting", message="")
         if self._thread is None:
             self._thread = Thread(target=self._work, name="teacher", daemon=True)
@@ -168,8 +175,6 @@ class Service:
 
     def _work(self) -> None:
         while (teaching := self._todo.get()) is not None:
-            if teaching.state != "waiting":
-                continue  # stopped while it waited
             try:
                 self._learn(teaching)
             except Stopped:
@@ -179,26 +184,29 @@ class Service:
                 if not isinstance(error, QTuningError):
                     said = f"{type(error).__name__}: {said}"
                 log.warning("teaching %r failed: %s", teaching.task, said)
-                teaching.forget(self.folder)
+                teaching.forget()
                 teaching.say(state="failed", message=said)
 
     def _learn(self, teaching: Teaching) -> None:
-        with _held(
-            self.folder / ".teach"
-        ):  # one at a time: each builds on the queue of the one before
+        def stop_if_asked() -> None:
+            if teaching.is_to_stop or self._is_closed:
+                raise Stopped
+
+        stop_if_asked()
+        # one at a time: each builds on the queue of the one before
+        with _held(self.folder / ".teach"):
             self.refresh()
             teacher = self._ready_teacher()
             mark = _mark(teacher)
 
             def after_epoch(now: Progress) -> None:
                 teaching.after_epoch(now)
-                if teaching.stop.is_set() and not hasattr(teacher.method, "lane"):
-                    raise Stopped
+                if not hasattr(teacher.method, "lane"):
+                    stop_if_asked()
 
             def checkpoint(fit: FitState) -> None:
-                teaching.save_fit(self.folder, (fit[0], {**fit[1], "mark": mark}))
-                if teaching.stop.is_set():
-                    raise Stopped
+                teaching.save_fit((fit[0], {**fit[1], "mark": mark}))
+                stop_if_asked()
 
             teaching.say(state="running")
             result = teacher.learn(
@@ -207,13 +215,13 @@ class Service:
                 progress=False,
                 report=after_epoch,
                 checkpoint=checkpoint,
-                resume=_still_fits(teaching.saved_fit(self.folder), mark),
+                resume=_still_fits(teaching.saved_fit(), mark),
             )
             with self._change():
                 known = self.tuner.state.snapshots  # less what was removed meanwhile
                 new = teacher.state.snapshots[teaching.task]
                 self._commit(replace(teacher.state, snapshots={**known, teaching.task: new}))
-        teaching.forget(self.folder)
+        teaching.forget()
         teaching.say(state="done", result=_plain(result))
         log.info("taught task %r", teaching.task)
 

@@ -1,19 +1,19 @@
 """Teaching as a job: it reports, can be stopped and gone on with, and outlives the process that runs it.
 
-What was uploaded lies in the collection's folder from the moment it is accepted, and where the training
-stands after every epoch: a teaching that was cut short is `stopped` when the collection is opened again.
+In the collection's folder lie, for every teaching, what was uploaded (`ID.json`, from the moment it is accepted),
+what is reported (`ID.status`), and where the training stands after every epoch (`ID.safetensors`). So other
+processes that serve the collection see it too, and one whose process died is `stopped` and can be continued.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-from qtuning.errors import TaskError
 from qtuning.files import write_atomic
 from qtuning.lanes import FitState, Progress
 from qtuning.records import read_tensors, write_tensors
@@ -58,13 +58,14 @@ class Teaching:
     best: float | None = None
     message: str = ""
     result: dict[str, Any] | None = None
-    changes: int = 0
-    """Grows with everything that is reported."""
-    stop: Event = field(default_factory=Event, repr=False)
+    folder: Path = field(default=Path(), repr=False)
+    """Of the collection's teachings."""
+    owner: str = ""
+    """The process that teaches it; see `Owner`."""
 
     @classmethod
-    def of(cls, task: Task, replace: bool) -> Teaching:
-        """A new one, waiting."""
+    def of(cls, task: Task, replace: bool, collection: Path, owner: str) -> Teaching:
+        """A new one, waiting; what was uploaded is on disk."""
         examples = {
             "texts": [list(t) if isinstance(t, tuple) else t for t in task.texts],
             "labels": list(task.labels),
@@ -73,7 +74,12 @@ class Teaching:
             "metric": task.metric,
             "splits": list(task.splits) if task.splits else None,
         }
-        return cls(secrets.token_hex(6), task.name, replace, examples)
+        new = cls(secrets.token_hex(6), task.name, replace, examples)
+        new.folder, new.owner = collection / FOLDER, owner
+        kept = {"id": new.id, "task": new.task, "replace": new.replace, "examples": examples}
+        write_atomic(new._file("json"), json.dumps(kept).encode())
+        new.say()
+        return new
 
     def make_task(self) -> Task:
         """The task that was uploaded."""
@@ -87,56 +93,104 @@ class Teaching:
         return {name: getattr(self, name) for name in SHOWN}
 
     def say(self, **news: Any) -> None:
-        """Report."""
+        """Report, to other processes as well."""
         for name, value in news.items():
             setattr(self, name, value)
-        self.changes += 1
+        status = {**self.facts(), "owner": self.owner}
+        write_atomic(self._file("status"), json.dumps(status).encode())
 
     def after_epoch(self, now: Progress) -> None:
-        """Report an epoch; stop if asked to."""
+        """Report an epoch."""
         self.say(epoch=now.epoch, epochs=now.epochs, loss=now.loss,
                  validation=now.validation, best=now.best)  # fmt: skip
 
+    # ── stopping ─────────────────────────────────────────────────────────────────────────────
+
+    def ask_to_stop(self) -> None:
+        """After the epoch under way, whichever process teaches it."""
+        write_atomic(self._file("stop"), b"")
+
+    @property
+    def is_to_stop(self) -> bool:
+        """Whether someone asked."""
+        return self._file("stop").exists()
+
+    def may_go_on(self) -> None:
+        """Take back what `ask_to_stop` asked."""
+        self._file("stop").unlink(missing_ok=True)
+
     # ── on disk ──────────────────────────────────────────────────────────────────────────────
 
-    def save(self, collection: Path) -> None:
-        """Keep what was uploaded."""
-        kept = {
-            "id": self.id,
-            "task": self.task,
-            "replace": self.replace,
-            "examples": self.examples,
-        }
-        data = json.dumps({**kept, "epoch": self.epoch, "epochs": self.epochs})
-        write_atomic(collection / FOLDER / f"{self.id}.json", data.encode())
-
-    def save_fit(self, collection: Path, fit: FitState) -> None:
+    def save_fit(self, fit: FitState) -> None:
         """Keep where the training stands."""
-        write_tensors(collection / FOLDER / f"{self.id}.safetensors", *fit)
+        write_tensors(self._file("safetensors"), *fit)
 
-    def saved_fit(self, collection: Path) -> FitState | None:
+    def saved_fit(self) -> FitState | None:
         """Where the training stood; None if it had not begun."""
-        file = collection / FOLDER / f"{self.id}.safetensors"
-        if not file.exists():
+        if not self._file("safetensors").exists():
             return None
-        tensors, facts = read_tensors(file)
+        tensors, facts = read_tensors(self._file("safetensors"))
         return dict(tensors), dict(facts)
 
-    def forget(self, collection: Path) -> None:
+    def forget(self, with_report: bool = False) -> None:
         """Nothing more to go on with."""
-        for ending in ("json", "safetensors"):
-            (collection / FOLDER / f"{self.id}.{ending}").unlink(missing_ok=True)
+        for ending in ("json", "safetensors", "stop", *(["status"] if with_report else [])):
+            self._file(ending).unlink(missing_ok=True)
+
+    def _file(self, ending: str) -> Path:
+        return self.folder / f"{self.id}.{ending}"
 
 
-def cut_short(collection: Path) -> list[Teaching]:
-    """Teachings that an earlier process did not end."""
-    found = []
-    for file in sorted((collection / FOLDER).glob("*.json")):
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-            teaching = Teaching(**raw, state="stopped", message="cut short; continue or cancel it")
-            teaching.make_task()
-        except (ValueError, TypeError, KeyError, TaskError):
-            continue  # not ours, or damaged: it stays where it is
-        found.append(teaching)
+class Owner:
+    """This process, as long as it lives: a lock that others can try."""
+
+    def __init__(self, collection: Path):
+        self.name = secrets.token_hex(4)
+        folder = collection / FOLDER
+        folder.mkdir(exist_ok=True)
+        self._stream = (folder / f"{self.name}.owner").open("w")
+        fcntl.flock(self._stream, fcntl.LOCK_EX)
+
+    def leave(self) -> None:
+        """No longer."""
+        Path(self._stream.name).unlink(missing_ok=True)
+        self._stream.close()
+
+
+def is_alive(collection: Path, owner: str) -> bool:
+    """Whether that process still holds its lock."""
+    try:
+        with (collection / FOLDER / f"{owner}.owner").open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_teachings(collection: Path) -> dict[str, Teaching]:
+    """All that is reported of a collection's teachings, oldest first."""
+    files = sorted((collection / FOLDER).glob("*.status"), key=lambda file: file.stat().st_mtime)
+    found = (read_teaching(collection, file.stem) for file in files)
+    return {teaching.id: teaching for teaching in found if teaching}
+
+
+def read_teaching(collection: Path, name: str) -> Teaching | None:
+    """One of them; one whose process died is stopped."""
+    folder = collection / FOLDER
+    if not name.isalnum() or not (folder / f"{name}.status").exists():
+        return None
+    try:
+        status = json.loads((folder / f"{name}.status").read_bytes())
+        upload = folder / f"{name}.json"
+        raw = json.loads(upload.read_bytes()) if upload.exists() else {}
+        found = Teaching(name, status["task"], raw.get("replace", False), raw.get("examples", {}))
+        for key in (*SHOWN, "owner"):
+            setattr(found, key, status[key])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # half written, or not ours
+    found.folder = folder
+    if found.state not in ENDED and not is_alive(collection, found.owner):
+        found.state, found.message = "stopped", "its process ended; it can be continued"
     return found

@@ -1,0 +1,141 @@
+"""The server as a process: signals, kills, and a collection that is whole after all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi")
+import httpx
+
+from qtuning import QTuner
+from tests.conftest import make_task
+from tests.unit.test_serve import SMALL, TEXTS, as_json, files_of, save_model
+
+START_SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    tuner = QTuner(str(save_model(folder / "model")), **{**SMALL, "epochs": 40})
+    for name in ("tone", "mood"):
+        tuner.learn(make_task(name, rows=12), progress=False)
+    tuner.save_pretrained(folder / "collection")
+    return folder / "collection"
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "collection")
+    return tmp_path / "collection"
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server on a free port, and its address."""
+    command = [sys.executable, "-c", "from qtuning.cli import main; main()"]
+    process = subprocess.Popen(
+        [*command, "serve", str(folder), "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        line = process.stdout.readline()  # type: ignore[union-attr]
+        address = line.rsplit(" ", 1)[1].strip().rstrip("/")
+        limit = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                httpx.get(f"{address}/readyz").raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert time.monotonic() < limit, "the server did not start"
+                time.sleep(0.05)
+        yield process, address
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_in_the_middle_loses_no_accepted_request(folder: Path) -> None:
+    with served(folder) as (process, address):
+        teaching = httpx.post(f"{address}/v1/tasks", json=as_json(make_task("new", rows=12))).json()
+
+        def ask(i: int) -> int | None:
+            body = {"inputs": [f"{TEXTS[i % 4]} {i}"] * 8, "task": "tone"}
+            try:
+                return httpx.post(f"{address}/v1/classify", json=body, timeout=60).status_code
+            except httpx.NetworkError:
+                return None  # nobody listened any more
+
+        with ThreadPoolExecutor(16) as pool:
+            asked = [pool.submit(ask, i) for i in range(300)]
+            while sum(each.done() for each in asked) < 40:
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            found = [each.result() for each in asked]
+        last = process.stdout.read().splitlines()[-1]  # type: ignore[union-attr]
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    assert found.count(200) >= 40
+    assert set(found) <= {200, None}
+    said = f"stopped: {found.count(200)} of {found.count(200)} accepted requests were answered"
+    assert last == said  # and every answer arrived
+    tuner = QTuner.from_pretrained(folder)
+    assert list(tuner.tasks)[:2] == ["tone", "mood"]
+    left = (folder / "teaching" / f"{teaching['id']}.json").exists()
+    assert left or "new" in tuner.tasks  # kept to be continued, or finished
+
+
+def kill_while_teaching(made: Path, folder: Path, moments: list[float]) -> None:
+    before = files_of(made / "tasks")
+    expected = QTuner.from_pretrained(made).predict_proba(TEXTS, "tone")
+    for i, moment in enumerate(moments):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(made, folder)
+        with served(folder) as (process, address):
+            httpx.post(f"{address}/v1/tasks", json=as_json(make_task(f"new{i}", rows=12)))
+            time.sleep(moment)
+            process.kill()
+            process.wait()
+        tuner = QTuner.from_pretrained(folder)
+        after = files_of(folder / "tasks")
+        assert {name: after[name] for name in before} == before
+        assert tuner.predict_proba(TEXTS, "tone") == expected
+        uploads = [json.loads(f.read_text()) for f in (folder / "teaching").glob("*.json")]
+        known = f"new{i}" in tuner.tasks
+        assert known or [u["task"] for u in uploads] == [f"new{i}"]  # accepted: never lost
+
+
+def test_killed_while_teaching_the_collection_is_whole(made: Path, tmp_path: Path) -> None:
+    kill_while_teaching(made, tmp_path / "collection", [0.0, 0.5])
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_while_teaching(made: Path, tmp_path: Path) -> None:
+    drawn = random.Random(0)
+    kill_while_teaching(made, tmp_path / "collection", [drawn.uniform(0, 2.5) for _ in range(20)])
+
+
+def test_a_host_for_others_needs_a_token(folder: Path) -> None:
+    command = [sys.executable, "-c", "from qtuning.cli import main; main()", "serve", str(folder)]
+    for options, says in (
+        (["--host", "0.0.0.0"], "give a token"),
+        (["--private"], "needs a token"),
+    ):
+        found = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert found.returncode == 2
+        assert says in found.stderr
+        assert "Traceback" not in found.stderr
