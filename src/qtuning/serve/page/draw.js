@@ -41,9 +41,9 @@ export function bars(entries, best) {
 
 /** A table of words and numbers; `head[0]` names the column of row headings. */
 export function table(head, rows, caption) {
-  const first = el("tr", {}, head.map((word, i) => el("th", { scope: "col", class: i ? "num" : null }, word)));
+  const first = el("tr", {}, head.map((word, i) => el("th", { scope: "col", class: i && rows[0]?.[i].length <= 24 ? "num" : null }, word)));
   const body = rows.map(([name, ...cells]) =>
-    el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell) => el("td", { class: "num" }, cell))));
+    el("tr", {}, el("th", { scope: "row" }, name), cells.map((cell) => el("td", { class: cell.length > 24 ? "long" : "num" }, cell))));
   return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
     el("table", {}, el("caption", {}, caption), el("thead", {}, first), el("tbody", {}, body)));
 }
