@@ -494,6 +494,28 @@ def test_the_queue_is_drawn_and_told(page: Any, address: str) -> None:
     expect(kept).to_contain_text(f"{100 * queue['kept'][-1]:.1f} %")
 
 
+def test_seventy_tasks_fit_on_a_phone(visit: Callable[..., Watched]) -> None:
+    visited = visit(viewport={"width": 390, "height": 800})
+    page = visited.page
+    names = [f"support-topic-{i}" for i in range(70)]
+    task = {"labels": ["yes", "no"], "is_pair": False, "metric": "accuracy", "version": 1,
+            "validation_score": 0.9, "test_score": None, "seconds": 20.0, "has_key": True}  # fmt: skip
+    listed = {
+        "model": "minilm",
+        "method": "q-tuning",
+        "tasks": [{"name": name, **task} for name in names],
+    }
+    queue = {"tasks": names, "queue_size": 10, "kept": [0.5] * 70, "similarity": [[0.4] * 70] * 70,
+             "scales": [{"task": name, "values": [0.9, 1.1] * 50} for name in names]}  # fmt: skip
+    page.route("**/v1/tasks", lambda route: route.fulfill(json=listed))
+    page.route("**/v1/queue", lambda route: route.fulfill(json=queue))
+    visited.open()
+    expect(page.get_by_role("figure").nth(1).locator("rect.less")).to_have_count(3500)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    if folder := os.environ.get("QTUNING_SHOTS"):
+        page.locator("#queue").screenshot(path=Path(folder) / "seventy.png")
+
+
 def test_everything_has_a_name_for_screen_readers(page: Any, table: Callable[[str], Path]) -> None:
     tick(page, find=True)
     ask(page, "Where is my parcel?")

@@ -128,9 +128,9 @@ export function stripChart(width, said, strips) {
 export function matrixChart(width, said, names, rows) {
   const left = gutter(names, width) + 18;
   const top = 20;
-  const cell = Math.max(Math.min((width - left) / names.length, 52), 6);
+  const cell = Math.max(Math.min((width - left) / names.length, 52), 18);
   const high = Math.min(cell, 32);
-  const picture = chart(width, top + names.length * high, said);
+  const picture = chart(Math.max(width, Math.ceil(left + names.length * cell)), top + names.length * high, said);
   names.forEach((name, i) => {
     const y = top + i * high;
     if (high >= 12) picture.append(svg("text", { class: "name", x: 0, y: y + high / 2 + 4 }, cut(`${i + 1} ${name}`, left)));

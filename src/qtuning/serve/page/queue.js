@@ -24,7 +24,7 @@ function keptFigure(tasks, kept, size) {
   const said = `${count(tasks.length, "task")}, room for ${count(size, "prompt")}; ${gone ? `${gone} no longer live in it whole` : "all live in it whole"}.`;
   return figure("What is left of each task", soft(`Share of a task's own prompt that the queue still holds, oldest task first. ${said}`),
     `Bars of what the queue holds: ${said}`, (width, words) => barChart(width, words, tasks, kept.map((value) => value ?? null)),
-    table(["task", "still in the queue"], tasks.map((task, i) => [task, percent(kept[i])]), "Share of each prompt that the queue holds"));
+    table(["task", "kept"], tasks.map((task, i) => [task, percent(kept[i])]), "Share of each prompt that the queue holds"));
 }
 
 function scaleFigure(scales) {
