@@ -16,6 +16,7 @@ from rich.table import Table
 
 from qtuning.cli_export import export
 from qtuning.cli_runs import parse_settings, report, run, validate
+from qtuning.cli_serve import serve
 from qtuning.cli_sweep import sweep
 from qtuning.cli_tune import tune
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
@@ -294,6 +295,7 @@ def predict(
 
 
 app.command()(run)
+app.command()(serve)
 app.command()(sweep)
 app.command()(tune)
 app.command()(report)

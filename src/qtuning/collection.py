@@ -38,7 +38,7 @@ FORMAT = 1
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """How to read an older manifest: from format n to n + 1."""
 MANIFEST = "manifest.json"
-OURS = re.compile(r"tasks|state-\w+\.safetensors|manifest\.json|README\.md|\..*")
+OURS = re.compile(r"tasks|teaching|state-\w+\.safetensors|manifest\.json|README\.md|\..*")
 """Names a collection may leave in its folder, also when its first save was cut short."""
 BACKBONE_KEYS = ("name", "family", "fingerprint", "dtype", "readout", "max_length")
 
@@ -237,6 +237,12 @@ def _checked(folder: Path, name: str, expected: str) -> bytes:
             f"{path} is damaged (its sha256 is not the manifest's); restore it from a copy."
         )
     return data
+
+
+def manifest_sha(folder: Path) -> str:
+    """By which one sees that a collection was changed; empty where there is none."""
+    data = _manifest_bytes(folder)
+    return sha256_of(data) if data is not None else ""
 
 
 def _manifest_bytes(folder: Path) -> bytes | None:

@@ -41,6 +41,26 @@ class Query:
     tokens: Tokens
 
 
+class AnswererTable:
+    """Tasks side by side on the device: all layouts in one bank, all heads in one stack. Built once, asked often."""
+
+    def __init__(self, answerers: Sequence[Answerer]):
+        self.bank, self.slots = _bank(answerers)
+        self.answers = [answerer.answers for answerer in answerers]
+        heads = [answerer.head for answerer in answerers if answerer.head]
+        self.heads = stack_heads(heads) if heads else None
+
+    def log_probs(
+        self, backbone: Backbone, tokens: Sequence[Tokens], asked: Sequence[int]
+    ) -> list[Tensor]:
+        """Log-probabilities [labels of its task] of each text; `asked` says which task it is for."""
+        found = Quiz(backbone, tokens, asked, self.slots, self.answers).log_probs(
+            self.bank, self.heads
+        )
+        sizes = [len(self.answers[i].sequences) for i in asked]
+        return [line[:size] for line, size in zip(found, sizes, strict=True)]
+
+
 def score(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:
     """Log-probabilities [labels] of each query's own labels, in the order of the queries."""
     if not queries:
@@ -48,12 +68,7 @@ def score(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:
     answerers = list({id(q.answerer): q.answerer for q in queries}.values())
     number = {id(answerer): i for i, answerer in enumerate(answerers)}
     asked = [number[id(query.answerer)] for query in queries]
-    bank, slots = _bank(answerers)
-    answers = [answerer.answers for answerer in answerers]
-    quiz = Quiz(backbone, [q.tokens for q in queries], asked, slots, answers)
-    heads = [answerer.head for answerer in answerers if answerer.head]
-    found = quiz.log_probs(bank, stack_heads(heads) if heads else None)
-    return [line[: len(answers[i].sequences)] for line, i in zip(found, asked, strict=True)]
+    return AnswererTable(answerers).log_probs(backbone, [q.tokens for q in queries], asked)
 
 
 class Quiz:
@@ -69,9 +84,9 @@ class Quiz:
     ):
         """`asked` says, for each text, which of the tasks with these slots and answers it is for."""
         self.backbone = backbone
-        self.labels = torch.tensor(
-            [len(each.sequences) for each in answers], device=backbone.device
-        )
+        sizes = [len(each.sequences) for each in answers]
+        self.labels = torch.tensor(sizes, device=backbone.device)
+        self.widest = max((sizes[i] for i in asked), default=0)
         rows = [
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
@@ -89,19 +104,19 @@ class Quiz:
 
     @torch.no_grad()
     def log_probs(self, bank: Tensor, heads: Head | None) -> Tensor:
-        """[queries, most labels], -inf past the labels of a query's task.
+        """[queries, most labels of those asked], -inf past the labels of a query's task.
 
         Args:
             bank: [rows, d] prompt vectors, in which the slots lie.
             heads: Those of an encoder's tasks, stacked: [tasks, most labels, h].
         """
-        widest = int(self.labels.max()) if len(self.labels) else 0
-        found = torch.full((self.size, widest), -torch.inf, dtype=self.backbone.lane_dtype)
+        found = torch.full((self.size, self.widest), -torch.inf, dtype=self.backbone.lane_dtype)
         found = found.to(bank.device)
         for batch in self.batches:
             hidden = self.backbone.hidden(batch.reading, bank)
             if heads is not None:
-                own = Head(heads.weight[batch.task], heads.bias[batch.task])
+                weight, bias = heads.weight[:, : self.widest], heads.bias[:, : self.widest]
+                own = Head(weight[batch.task], bias[batch.task])
                 raw = self.backbone.logits(hidden[:, None], own)[:, 0, 0]
             else:
                 raw = self._words(batch, hidden)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from os import PathLike
 from pathlib import Path
@@ -16,33 +15,24 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, load_backbone
-from qtuning.collection import Collection, damage_named, read_collection, write_collection
+from qtuning.collection import (
+    Collection,
+    damage_named,
+    manifest_sha,
+    read_collection,
+    write_collection,
+)
 from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
 from qtuning.hub import check_repo, local_folder, push_folder
-from qtuning.keys import Finder, Found, keys_of, read_features, with_key
-from qtuning.lanes import Report
+from qtuning.keys import Found, with_key
+from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import make_method
-from qtuning.predictor import Predictor, check_texts, make_predictor
+from qtuning.predictor import Answer, Predictor, check_texts, make_predictor
 from qtuning.progress import LearningBar
 from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots
 from qtuning.tasks import SPLIT_NAMES, Rows, Split, Task, Text
-
-UNKNOWN = "unknown"
-"""The label of a text that is of no known task."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What is known of a text that came without a task."""
-
-    task: str | None
-    """None for a text of no known task."""
-    similarity: float
-    """To the nearest task's key, at most 1."""
-    label: str
-    probabilities: dict[str, float]
 
 
 class QTuner:
@@ -95,12 +85,17 @@ class QTuner:
         self._versions: dict[str, int] = {}
         self._home: tuple[Path, str] | None = None
         self.state: Any = None
+        self.predictor = Predictor(self.backbone, {})
         self.adopt(self.method.start(seed))
 
     @property
     def tasks(self) -> dict[str, TaskCard]:
         """The tasks it knows, in the order in which it learnt them."""
         return {name: snapshot.card for name, snapshot in self.state.snapshots.items()}
+
+    def version(self, name: str) -> int:
+        """How often a task was taught."""
+        return self._versions.get(name, 1)
 
     # ── learning ─────────────────────────────────────────────────────────────────────────────
 
@@ -111,6 +106,8 @@ class QTuner:
         replace: bool = False,
         progress: bool = True,
         report: Report | None = None,
+        checkpoint: Callable[[FitState], None] | None = None,
+        resume: FitState | None = None,
     ) -> dict[str, Any]:
         """Learn one more task; returns its scores, split and cost.
 
@@ -120,6 +117,8 @@ class QTuner:
                 new one is finished. What queue and shared prefix took from the old one stays in them.
             progress: Show a progress bar on a terminal.
             report: Called after every epoch, beside the bar.
+            checkpoint: Called after every epoch with what continuing needs (methods that train in lanes).
+            resume: What an earlier `checkpoint` was given, on the same state; training goes on from there.
         """
         self._check_free(task.name, replace)
         train = self.train_settings
@@ -132,12 +131,12 @@ class QTuner:
                 if report:
                     report(now)
 
-            learnt = self.method.learn(self.state, task, split, both)
+            learnt = self._fit(task, split, both, checkpoint, resume)
             learnt = with_key(self.backbone, learnt, task.name, split)
         seconds = time.perf_counter() - began
         snapshots = dict(learnt.snapshots)
         new = snapshots.pop(task.name)
-        predictor = make_predictor(self.backbone, learnt)
+        predictor = make_predictor(self.backbone, learnt, self.predictor)
         test = _score_rows(predictor, new.card, split.test) if len(split.test) else None
         facts = {
             **new.facts,
@@ -151,6 +150,28 @@ class QTuner:
         hidden = ("scale_u",)
         return {"task": task.name, "version": self._versions[task.name],
                 **{key: value for key, value in facts.items() if key not in hidden}}  # fmt: skip
+
+    def _fit(
+        self,
+        task: Task,
+        split: Split,
+        report: Report,
+        checkpoint: Callable[[FitState], None] | None,
+        resume: FitState | None,
+    ) -> Any:
+        """The state after this task."""
+        if not hasattr(self.method, "lane"):
+            return self.method.learn(self.state, task, split, report)
+        lane = self.method.lane(self.state, task, split)
+        facts = fit_lanes(
+            self.backbone,
+            [lane],
+            self.train_settings,
+            report,
+            checkpoint=(lambda fits: checkpoint(fits[0])) if checkpoint else None,
+            resume=[resume] if resume else None,
+        )
+        return lane.finish(facts[0])
 
     def remove(self, name: str) -> None:
         """Forget a task's snapshot. What queue and shared prefix took from it stays in them."""
@@ -229,40 +250,12 @@ class QTuner:
         """Task, similarity and label of a text, or of each text of a list, without being told the task."""
         single = not isinstance(texts, list)
         rows: list[Text] = [texts] if single else texts
-        found = self.find_tasks(rows)
-        known = [i for i, each in enumerate(found) if each.is_known]
-        asked = self.predict_proba([rows[i] for i in known], [found[i].task for i in known])
-        assert isinstance(asked, list)
-        shares = dict(zip(known, asked, strict=True))
-        answers = [
-            Answer(each.task, each.similarity, max(shares[i], key=shares[i].__getitem__), shares[i])
-            if i in shares
-            else Answer(None, each.similarity, UNKNOWN, {})
-            for i, each in enumerate(found)
-        ]
+        answers = self.predictor.answer(rows, [None] * len(rows))
         return answers[0] if single else answers
 
     def find_tasks(self, texts: list[Text]) -> list[Found]:
         """The task of each text, by the keys that were learnt with the tasks."""
-        check_texts(texts)
-        keyless = [name for name, s in self.state.snapshots.items() if s.key is None]
-        if keyless:
-            raise TaskError(
-                f"say which task (task=…, --task): {', '.join(keyless)} has no key; learn it again, or give "
-                f"add_prompt some of its texts."
-            )
-        if not self.tasks:
-            raise TaskError("no task was learnt yet; teach one first (learn, qtuning learn).")
-        pairs = {isinstance(text, tuple) for text in texts}
-        found: dict[int, Found] = {}
-        for is_pair in pairs:
-            keys = keys_of(self.state.snapshots, is_pair)
-            if not keys:
-                raise TaskError(f"no task takes {'pairs of texts' if is_pair else 'single texts'}.")
-            places = [i for i, text in enumerate(texts) if isinstance(text, tuple) == is_pair]
-            features = read_features(self.backbone, [texts[i] for i in places])
-            found |= dict(zip(places, Finder(keys).find(features), strict=True))
-        return [found[i] for i in range(len(texts))]
+        return self.predictor.find_tasks(texts)
 
     def predict_proba(
         self, texts: Any, task: str | Sequence[str] | None = None
@@ -270,11 +263,7 @@ class QTuner:
         """Probabilities by label, for a text or for each text of a list."""
         single = not isinstance(texts, list)
         rows: list[Text] = [texts] if single else texts
-        names = self._task_per_text(rows, task)
-        found = [
-            dict(zip(self.tasks[name].label_names, log_probs.exp().tolist(), strict=True))
-            for name, log_probs in zip(names, self._predictor.log_probs(rows, names), strict=True)
-        ]
+        found = self.predictor.probabilities(rows, self._task_per_text(rows, task))
         return found[0] if single else found
 
     def score(
@@ -316,7 +305,7 @@ class QTuner:
             raise TaskError(
                 f"task {task.name!r} has no {part} rows to score; use part='all' for all of them."
             )
-        predictor = self._predictor
+        predictor = self.predictor
         if evaluate_with == "current":
             snapshot = replaced(self.state.snapshots[task.name], rows=self.state.current_layout())
             predictor = Predictor(self.backbone, {task.name: snapshot})
@@ -345,7 +334,7 @@ class QTuner:
     def adopt(self, state: Any) -> None:
         """Go on from a state of the same method on the same backbone, e.g. one that `run_stream` left."""
         self.state = state
-        self._predictor = make_predictor(self.backbone, state)
+        self.predictor = make_predictor(self.backbone, state, self.predictor)
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────
 
@@ -373,6 +362,27 @@ class QTuner:
             write_collection(Path(folder), self._collection())
             replaces = ("tasks/*", "state-*.safetensors")
             return push_folder(folder, repo, private=private, token=token, replaces=replaces)
+
+    def refresh(self) -> bool:
+        """Take over what another process saved where this collection came from; whether there was anything.
+
+        Tasks that are as they were stay the same objects, so that nothing has to be prepared again for them.
+        """
+        if self._home is None:
+            raise CollectionError("this collection was not opened from a folder; save it first.")
+        folder, known = self._home
+        if manifest_sha(folder) == known:
+            return False
+        saved, sha = read_collection(folder)
+        snapshots = {}
+        for name, new in saved.snapshots.items():
+            old = self.state.snapshots.get(name)
+            is_same = old is not None and old.facts == new.facts and torch.equal(old.rows, new.rows)
+            snapshots[name] = old if is_same else new
+        with damage_named(folder):
+            self.adopt(self.method.unpack(saved.tensors, saved.facts, snapshots))
+        self._versions, self._home = dict(saved.versions), (folder, sha)
+        return True
 
     def _collection(self) -> Collection:
         tensors, facts = self.method.pack(self.state)

@@ -39,9 +39,9 @@ def test_two_tasks(name: str, family_backbone, tmp_path: Path) -> None:
     )
     tuner.learn(first, progress=False)
     texts = list(first.texts[:6])
-    then = torch.stack(tuner._predictor.log_probs(texts, ["first"] * 6))
+    then = torch.stack(tuner.predictor.log_probs(texts, ["first"] * 6))
     tuner.learn(second, progress=False)
-    now = torch.stack(tuner._predictor.log_probs(texts, ["first"] * 6))
+    now = torch.stack(tuner.predictor.log_probs(texts, ["first"] * 6))
     if not info.forgets:
         assert torch.equal(then, now)
     assert weights_sha256(family_backbone) == before

@@ -13,9 +13,9 @@ from qtuning.config import make_settings
 from qtuning.errors import TaskError
 from qtuning.keys import Finder, directions, learn_key, read_features, reference
 from qtuning.methods import make_method
+from qtuning.predictor import UNKNOWN
 from qtuning.snapshots import TaskKey
 from qtuning.stream_loop import run_stream
-from qtuning.tuner import UNKNOWN
 from tests.conftest import SMALL, THINGS, TOPICS, make_task
 
 TEXTS = ["good soup", "bad cold bread and late soup", "slow"]
@@ -115,6 +115,7 @@ def test_a_text_unlike_all_tasks_is_unknown(bert) -> None:
         tuner.state.snapshots[name] = type(snapshot)(
             snapshot.card, snapshot.rows, snapshot.head, snapshot.facts, key=strict
         )
+    tuner.adopt(tuner.state)
     answer = tuner.answer("good soup")
     assert (answer.task, answer.label, answer.probabilities) == (None, UNKNOWN, {})
     assert tuner.predict(["good soup"]) == [UNKNOWN]
@@ -133,6 +134,7 @@ def test_what_cannot_be_found_is_said(bert) -> None:
         tuner.predict([" "])
     snapshot = tuner.state.snapshots["task0"]
     tuner.state.snapshots["task0"] = type(snapshot)(snapshot.card, snapshot.rows, snapshot.head)
+    tuner.adopt(tuner.state)
     with pytest.raises(TaskError, match="task0 has no key; learn it again"):
         tuner.predict("good")
 

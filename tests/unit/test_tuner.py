@@ -63,7 +63,7 @@ def test_the_backbone_and_old_tasks_stay_as_they_were(family_backbone, tmp_path:
         files = now
         for earlier in tuner.tasks:
             texts = list(make_task(earlier, THREE, rows=8, seed=int(earlier[-1])).texts)
-            found = torch.stack(tuner._predictor.log_probs(texts, [earlier] * len(texts)))
+            found = torch.stack(tuner.predictor.log_probs(texts, [earlier] * len(texts)))
             as_bytes = found.numpy().tobytes()
             assert scores.setdefault(earlier, as_bytes) == as_bytes
     assert weights_sha256(family_backbone) == before

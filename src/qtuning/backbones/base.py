@@ -6,6 +6,7 @@ The model object stays what `from_pretrained` returned. Prompt vectors enter thr
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -226,6 +227,17 @@ class Backbone:
         special = set(self.tokenizer.all_special_ids)
         size = min(len(self.tokenizer), self.embedding.num_embeddings)
         return [i for i in range(size) if i not in special]
+
+    def twin(self) -> Backbone:
+        """The same weights under modules and a tokenizer of their own, for another thread.
+
+        Modules and tokenizers keep settings that a pass may change for its duration; weights are only read.
+        """
+        shared = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+        model, tokenizer = copy.deepcopy(self.model, shared), copy.deepcopy(self.tokenizer)
+        own = type(self)(model, tokenizer, self.name, self.max_length, self.readout)
+        own.compile, own.at_once = self.compile, self.at_once
+        return own
 
     def fingerprint(self) -> str:
         """A short hash of config shape and a sample of every weight, equal for float32 and bfloat16."""

@@ -1,0 +1,1 @@
+"""One collection behind HTTP: `service` knows tasks and teaching, `batching` shares passes, `app` speaks HTTP."""

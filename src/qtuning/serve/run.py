@@ -1,0 +1,45 @@
+"""A server process: uvicorn, with an end at which nothing accepted is lost."""
+
+from __future__ import annotations
+
+import socket
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+GRACE_SECONDS = 120
+"""For answers and the epoch under way, after a signal."""
+
+
+class Server(uvicorn.Server):
+    """Tells the app at once that it ends, so that event streams close and `/readyz` says no."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM and SIGINT."""
+        app: Any = self.config.app
+        app.state.desk.is_closing = True
+        super().handle_exit(sig, frame)
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Until a signal comes."""
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        server_header=False,
+    )
+    Server(config).run()
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
