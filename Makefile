@@ -48,7 +48,6 @@ test-ray: setup                  ## sweeps and large files on a Ray of this mach
 	$(BIN)/python -m pytest -q -m ray tests
 
 test-browser: setup              ## the server's page in Chromium, with real clicks
-	$(PIP) fastapi uvicorn python-multipart
 	$(BIN)/python -m pytest -q -m browser tests
 
 growth: setup                    ## cost per task as the stream grows: perf/results/growth.json and .png

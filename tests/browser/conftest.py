@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -24,7 +25,10 @@ CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    """Where the server listens, such as http://127.0.0.1:4711."""
+    """Where the server listens, such as http://127.0.0.1:4711; $QTUNING_ADDRESS names one that runs already."""
+    if running := os.environ.get("QTUNING_ADDRESS"):
+        yield running.rstrip("/")
+        return
     import uvicorn
 
     from tests.browser.stand_in import build

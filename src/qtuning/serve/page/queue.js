@@ -2,6 +2,7 @@
 import { barChart, byId, count, el, figure, matrixChart, percent, plain, stripChart, table } from "./draw.js";
 
 const FEW = 3; // similar pairs named in words
+const WHOLE = 0.98; // the scale turns a prompt a little, so one that is there whole may show 0.99
 
 export function showQueue({ tasks = [], queue_size: size, kept = [], scales = [], similarity = [] }, method) {
   const known = (list) => list.some((value) => value !== null && value !== undefined);
@@ -20,7 +21,7 @@ export function showQueue({ tasks = [], queue_size: size, kept = [], scales = []
 const soft = (...children) => el("p", { class: "soft" }, ...children);
 
 function keptFigure(tasks, kept, size) {
-  const gone = kept.filter((value) => value !== null && value < 0.995).length;
+  const gone = kept.filter((value) => value !== null && value < WHOLE).length;
   const said = `${count(tasks.length, "task")}, room for ${count(size, "prompt")}; ${gone ? `${gone} no longer live in it whole` : "all live in it whole"}.`;
   return figure("What is left of each task", soft(`Share of a task's own prompt that the queue still holds, oldest task first. ${said}`),
     `Bars of what the queue holds: ${said}`, (width, words) => barChart(width, words, tasks, kept.map((value) => value ?? null)),

@@ -173,7 +173,8 @@ function show(teaching) {
   if (ENDED.includes(before) && before !== "stopped") return; // a late word about what has ended
   card.state = state;
   card.epochs = epochs;
-  card.said.textContent = STATES[state] ?? state;
+  card.stopping &&= ["waiting", "running"].includes(state);
+  card.said.textContent = card.stopping ? "stopping after this epoch" : STATES[state] ?? state;
   card.progress.max = epochs || 1;
   card.progress.value = state === "done" ? epochs || 1 : epoch || 0;
   card.facts.replaceChildren(...[
@@ -187,13 +188,15 @@ function show(teaching) {
   if (state !== before) enter(card, teaching);
 }
 
-function enter(card, { state, task, best, message }) {
+function enter(card, { state, task, best, message, result }) {
+  const scores = [`${percent(result?.validation_score ?? best)} on validation`];
+  if (typeof result?.test_score === "number") scores.push(`${percent(result.test_score)} on test`);
   card.outcome.classList.toggle("bad", state === "failed");
   const said = {
     waiting: `${task} is waiting for its turn.`,
     running: `Learning ${task}.`,
     stopped: `${task} is stopped. What it has learnt so far is kept; go on when you like.`,
-    done: `${task} is taught: ${percent(best)} on validation. Try it above.`,
+    done: `${task} is taught: ${scores.join(", ")}. Try it above.`,
     failed: `${task} could not be taught${message ? `: ${message}` : "."}`,
   }[state] ?? `${task}: ${state}.`;
   card.outcome.textContent = ["stopped", "done", "failed"].includes(state) ? said : message || "";
@@ -217,12 +220,17 @@ function newCard(teaching) {
       show(await what(id));
       watch();
     } catch (error) {
+      card.stopping = false;
       byId("teach-problem").textContent = error.message;
     }
   };
+  const stopIt = (which) => {
+    card.stopping = true;
+    return cancel(which);
+  };
   card.said = el("span", { class: "state" });
   card.heading = el("h3", { tabindex: "-1" }, `${task} `, card.said);
-  card.stop = el("button", { class: "small", type: "button", "aria-label": `Stop teaching ${task}`, onclick: act(cancel) }, "Stop");
+  card.stop = el("button", { class: "small", type: "button", "aria-label": `Stop teaching ${task}`, onclick: act(stopIt) }, "Stop");
   card.resume = el("button", { class: "small", type: "button", "aria-label": `Go on teaching ${task}`, onclick: act(goOn), hidden: true }, "Go on");
   card.buttons = el("div", { class: "buttons" }, card.stop, card.resume);
   card.progress = el("progress", { "aria-label": `Progress of ${task}` });
