@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test check format models test-models test-slow test-gpu test-ray growth speed-cpu speed-gpu wheel-test clean
+.PHONY: setup demo test check format models test-models test-slow test-gpu test-ray test-browser growth speed-cpu speed-gpu wheel-test clean
 
 setup: $(VENV)/.ready            ## a virtual environment in the clone, with everything tests and demo need
 
@@ -46,6 +46,9 @@ test-gpu: setup                  ## what needs a CUDA card
 test-ray: setup                  ## sweeps and large files on a Ray of this machine's own
 	$(PIP) "ray[data,serve]"
 	$(BIN)/python -m pytest -q -m ray tests
+
+test-browser: setup              ## the server's page in Chromium, with real clicks
+	$(BIN)/python -m pytest -q -m browser tests
 
 growth: setup                    ## cost per task as the stream grows: perf/results/growth.json and .png
 	$(BIN)/python perf/growth.py
