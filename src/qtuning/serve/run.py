@@ -37,7 +37,9 @@ def serve(app: FastAPI, host: str, port: int) -> None:
         server_header=False,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # uvicorn raises it again at its end: not to die by it
+        signal.signal(
+            number, lambda *_: None
+        )  # uvicorn raises it again at its end: not to die by it
     Server(config).run()
 
 
