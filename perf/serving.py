@@ -59,6 +59,7 @@ def texts(count: int, words: int = 16, seed: int = 0) -> list[str]:
 
 
 def facts(args: argparse.Namespace) -> dict:
+    """What a figure needs beside it."""
     return {
         "command": " ".join(["python", "perf/serving.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
@@ -73,6 +74,7 @@ def facts(args: argparse.Namespace) -> dict:
 
 
 def write(name: str, found: dict) -> None:
+    """Keep and show."""
     path = HERE / "results" / f"serving-{name}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
@@ -119,8 +121,9 @@ def mixed(args: argparse.Namespace) -> None:
             if i >= 2:
                 times[name].append(time.perf_counter() - began)
     ms = {name: round(statistics.median(t) * 1000, 2) for name, t in times.items()}
-    alone = [big.log_probs([row], [task])[0] for row, task in zip(rows, cases["50 of 1,000"][1], strict=True)]  # fmt: skip
-    together = big.log_probs(rows, cases["50 of 1,000"][1])
+    fifty = cases["50 of 1,000"][1]
+    alone = [big.log_probs([row], [task])[0] for row, task in zip(rows, fifty, strict=True)]
+    together = big.log_probs(rows, fifty)
     apart = max(float((a - b).abs().max()) for a, b in zip(alone, together, strict=True))
     found = {
         **facts(args),
@@ -153,6 +156,7 @@ def model_of(name: str) -> str:
 
 
 def make_collection(args: argparse.Namespace, folder: Path) -> Path:
+    """Four starter tasks, hardly trained: only speed counts."""
     from qtuning import QTuner
     from qtuning.data import load_task
 
@@ -181,6 +185,7 @@ uvicorn.run(app, port=int(sys.argv[2]), log_level="warning", access_log=False)
 
 
 def start(kind: str, folder: Path, port: int) -> subprocess.Popen:
+    """A server that answers."""
     ours = ["-c", "from qtuning.cli import main; main()", "serve", str(folder), "--port", str(port)]
     plain = ["-c", PLAIN, str(folder), str(port)]
     process = subprocess.Popen(
@@ -289,7 +294,8 @@ def soak(args: argparse.Namespace) -> None:
     usage, statuses, wrong, taught, removed = [], {}, 0, 0, 0
     end = time.monotonic() + args.seconds
     examples = load_task("feelings")
-    body = {"examples": [{"text": t, "label": y} for t, y in zip(examples.texts, examples.labels, strict=True)]}  # fmt: skip
+    pairs = zip(examples.texts, examples.labels, strict=True)
+    body = {"examples": [{"text": text, "label": label} for text, label in pairs]}
 
     async def asker(client: httpx.AsyncClient, number: int) -> None:
         nonlocal wrong
@@ -343,7 +349,8 @@ def soak(args: argparse.Namespace) -> None:
     process.terminate()
     process.wait()
     kept = QTuner.from_pretrained(collection)
-    same = all(kept.predict_proba(rows[:32], name) == tuner.predict_proba(rows[:32], name) for name in TASKS)  # fmt: skip
+    few = rows[:32]
+    same = all(kept.predict_proba(few, name) == tuner.predict_proba(few, name) for name in TASKS)
     shutil.rmtree(folder)
     tenth = max(1, len(usage) // 10)
     write(
