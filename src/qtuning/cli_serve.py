@@ -30,6 +30,12 @@ def serve(
     most_waiting: Annotated[
         int, typer.Option(help="Texts that may wait before requests are refused (429).", min=1)
     ] = 1024,
+    ray: Annotated[bool, typer.Option("--ray", help="Several replicas under Ray Serve.")] = False,
+    replicas: Annotated[int, typer.Option(help="With --ray.", min=1)] = 2,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster; this machine by default.")
+    ] = None,
+    gpus: Annotated[float, typer.Option(help="Of one replica, with --ray.", min=0)] = 0.0,
 ) -> None:
     """Serve a collection over HTTP, with a page to try and teach tasks at `/`.
 
@@ -37,6 +43,8 @@ def serve(
         `qtuning serve support`
 
         `QTUNING_TOKEN=secret qtuning serve support --host 0.0.0.0 --port 8080`
+
+        `qtuning serve support --ray --replicas 2`
 
         `curl localhost:8000/v1/classify -H 'content-type: application/json' -d '{"inputs": ["Where is my parcel?"]}'`
     """
@@ -53,13 +61,21 @@ def serve(
         from qtuning.serve.service import Service
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'qtuning[serve]'.") from None
-    service = Service(collection, model=model, dtype=dtype, device=device)
     limits = Limits(token, private, most_bytes, most_waiting=most_waiting)
+    how = {"model": model, "dtype": dtype, "device": device}
     port = port or free_port(host)
-    count = len(service.predictor.snapshots)
-    typer.echo(
-        f"{collection}: {count} tasks on {service.tuner.backbone.name}, http://{host}:{port}/"
-    )
+    if ray:
+        from qtuning.collection import read_collection
+        from qtuning.serve.on_ray import serve_on_ray
+
+        read_collection(collection)  # refuse here, not in a worker
+        typer.echo(f"{collection}: {replicas} replicas, http://{host}:{port}/")
+        per_replica = {"num_cpus": 1.0, "num_gpus": gpus}
+        serve_on_ray(collection, limits, how, (host, port), replicas, address, per_replica)
+        return
+    service = Service(collection, **how)
+    count, name = len(service.predictor.snapshots), service.tuner.backbone.name
+    typer.echo(f"{collection}: {count} tasks on {name}, http://{host}:{port}/")
     app = make_app(service, limits)
     run_server(app, host, port)
     batcher = app.state.desk.batcher

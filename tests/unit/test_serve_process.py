@@ -44,11 +44,11 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server on a free port, and its address."""
     command = [sys.executable, "-c", "from qtuning.cli import main; main()"]
     process = subprocess.Popen(
-        [*command, "serve", str(folder), "--port", "0"],
+        [*command, "serve", str(folder), "--port", "0", *options],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -139,3 +139,36 @@ def test_a_host_for_others_needs_a_token(folder: Path) -> None:
         assert found.returncode == 2
         assert says in found.stderr
         assert "Traceback" not in found.stderr
+
+
+@pytest.mark.ray
+def test_two_replicas_give_the_same_answers_and_both_learn_what_one_is_taught(folder: Path) -> None:
+    pytest.importorskip("ray")
+    expected = QTuner.from_pretrained(folder).predict_proba(TEXTS, "tone")
+    with served(folder, "--ray", "--replicas", "2") as (process, address):
+        body = {"inputs": TEXTS, "task": "tone"}
+        replicas = set()
+        for _ in range(200):
+            replicas.add(httpx.get(f"{address}/healthz").json()["process"])
+            found = httpx.post(f"{address}/v1/classify", json=body).json()["answers"]
+            for answer, own in zip(found, expected, strict=True):
+                assert answer["probabilities"] == pytest.approx(own, abs=1e-5)
+            if len(replicas) == 2:
+                break
+        assert len(replicas) == 2
+        new = as_json(make_task("new", rows=12))
+        teaching = httpx.post(f"{address}/v1/tasks", json=new, timeout=60).json()
+        limit = time.monotonic() + 120
+        while httpx.get(f"{address}/v1/teachings/{teaching['id']}").json()["state"] != "done":
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        time.sleep(3)  # a look of the other replica
+        answers, asked = set(), {"inputs": TEXTS, "task": "new"}
+        for _ in range(40):
+            reply = httpx.post(f"{address}/v1/classify", json=asked)
+            assert reply.status_code == 200
+            answers.add(reply.text)
+        assert len(answers) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    assert list(QTuner.from_pretrained(folder).tasks) == ["tone", "mood", "new"]

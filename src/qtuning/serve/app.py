@@ -322,8 +322,8 @@ async def _task_of_form(request: Request) -> tuple[Task, bool]:
 def _add_health(app: FastAPI, desk: Desk) -> None:
     @app.get("/healthz", tags=["health"])
     async def healthz() -> dict[str, str]:
-        """It runs."""
-        return {"status": "ok"}
+        """It runs; `process` tells replicas apart."""
+        return {"status": "ok", "process": desk.service.process}
 
     @app.get("/readyz", tags=["health"])
     async def readyz() -> JSONResponse:

@@ -62,6 +62,11 @@ class Service:
         self._thread: Thread | None = None
         self._is_closed = False
 
+    @property
+    def process(self) -> str:
+        """A name for this process."""
+        return self._owner.name
+
     # ── answering ────────────────────────────────────────────────────────────────────────────
 
     def answer(self, texts: Sequence[Text], tasks: Sequence[str | None]) -> list[Answer]:
