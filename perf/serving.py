@@ -160,7 +160,9 @@ def make_collection(args: argparse.Namespace, folder: Path) -> Path:
     from qtuning import QTuner
     from qtuning.data import load_task
 
-    tuner = QTuner(model_of(args.model), epochs=2, shots=8, prompt_length=5, shared_length=5)
+    tuner = QTuner(
+        model_of(args.model), epochs=2, shots=8, prompt_length=5, shared_length=5, queue_size=4
+    )
     for name in TASKS:
         tuner.learn(load_task(name), progress=False)
     tuner.save_pretrained(folder)

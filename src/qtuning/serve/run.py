@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 from types import FrameType
@@ -40,6 +41,8 @@ def serve(app: FastAPI, host: str, port: int) -> None:
         signal.signal(
             number, lambda *_: None
         )  # uvicorn raises it again at its end: not to die by it
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it now and then would halt all answers
     Server(config).run()
 
 
