@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from qtuning.errors import CollectionError
 from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
 from qtuning.report.tables import group_runs
+from qtuning.serve.run import free_port
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +70,26 @@ def test_snippets_and_commands_run(page: Path, workplace: Path, call) -> None:
     shutil.rmtree(workplace / "support", ignore_errors=True)
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), {})
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="its commands use curl")
+def test_the_support_teams_month(workplace: Path) -> None:
+    """Blocks of `shell`, all in one shell; the port is a free one."""
+    port = str(free_port("127.0.0.1"))
+    text = "\n".join(blocks(ROOT / "docs" / "serving.md", "shell")).replace(":8000", f":{port}")
+    text = text.replace("qtuning serve support", f"qtuning serve support --port {port}")
+    script = f'qtuning() {{ "{sys.executable}" -c "from qtuning.cli import main; main()" "$@"; }}'
+    serve = f'"{sys.executable}" -c "from qtuning.cli import main; main()" serve'  # $! is its own
+    whole = "\n".join(["set -euo pipefail", script, text.replace("qtuning serve", serve)])
+    found = subprocess.run(["bash", "-c", whole], capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr + found.stdout
+    said = found.stdout
+    assert said.count('"state": "done"') == 2
+    assert '"removed":"refunds"' in said
+    assert '"task": "delivery", "label": ' in said
+    assert "accepted requests were answered" in said
+    left = json.loads((workplace / "support" / "manifest.json").read_text())["tasks"]
+    assert list(left) == ["delivery", "account"]
 
 
 @pytest.mark.ray

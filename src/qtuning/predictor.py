@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from qtuning.backbones import Backbone, Tokens
+from qtuning.backbones.prefixes import PromptMemory
 from qtuning.errors import TaskError, unknown
 from qtuning.keys import Finder, Found, keys_of, read_features
 from qtuning.scoring import Answerer, AnswererTable, Query, exact_matches
@@ -49,12 +50,14 @@ class Predictor:
     ):
         self.backbone, self.snapshots = backbone, dict(snapshots)
         self._answerers: dict[str, Answerer] = {}
+        self._memory = PromptMemory(backbone.model) if backbone.remembers_prompts else None
         if before is not None and before.backbone is backbone:
             self._answerers = {
                 name: answerer
                 for name, answerer in before._answerers.items()
                 if self.snapshots.get(name) is before.snapshots[name]
             }
+            self._memory = before._memory
         self._table: AnswererTable | None = None
         self._number = {name: i for i, name in enumerate(self.snapshots)}
         self._preparing = Lock()
@@ -64,7 +67,10 @@ class Predictor:
         """All tasks' prompts and heads on the device; done once, at the first question if not before."""
         with self._preparing:
             if self._table is None:
-                self._table = AnswererTable([self._answerer(name) for name in self.snapshots])
+                table = AnswererTable([self._answerer(name) for name in self.snapshots])
+                if self._memory:
+                    table.remember_prompts(self._memory)
+                self._table = table
             return self._table
 
     def answer(self, texts: Sequence[Text], tasks: Sequence[str | None]) -> list[Answer]:

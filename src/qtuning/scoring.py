@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtuning.backbones import AnswerSet, Backbone, Head, Reading, Row, Tokens
+from qtuning.backbones.prefixes import Prefixes, PromptMemory
 
 CPU_TOKENS = 4096
 """Padded positions of one forward pass: on a CPU small enough for its cache, …"""
@@ -45,18 +46,25 @@ class AnswererTable:
     """Tasks side by side on the device: all layouts in one bank, all heads in one stack. Built once, asked often."""
 
     def __init__(self, answerers: Sequence[Answerer]):
+        self.answerers = answerers
         self.bank, self.slots = _bank(answerers)
         self.answers = [answerer.answers for answerer in answerers]
         heads = [answerer.head for answerer in answerers if answerer.head]
         self.heads = stack_heads(heads) if heads else None
+        self._prefixes: Prefixes | None = None
+
+    def remember_prompts(self, memory: PromptMemory) -> None:
+        """Let a causal model read every prompt once; pays when there are many questions to come."""
+        layouts = [answerer.layout for answerer in self.answerers]
+        if all(map(len, layouts)):
+            self._prefixes = Prefixes(memory, layouts)
 
     def log_probs(
         self, backbone: Backbone, tokens: Sequence[Tokens], asked: Sequence[int]
     ) -> list[Tensor]:
         """Log-probabilities [labels of its task] of each text; `asked` says which task it is for."""
-        found = Quiz(backbone, tokens, asked, self.slots, self.answers).log_probs(
-            self.bank, self.heads
-        )
+        quiz = Quiz(backbone, tokens, asked, self.slots, self.answers, self._prefixes)
+        found = quiz.log_probs(self.bank, self.heads)
         sizes = [len(self.answers[i].sequences) for i in asked]
         return [line[:size] for line, size in zip(found, sizes, strict=True)]
 
@@ -81,9 +89,13 @@ class Quiz:
         asked: Sequence[int],
         slots: Sequence[Sequence[int]],
         answers: Sequence[AnswerSet],
+        prefixes: Prefixes | None = None,
     ):
-        """`asked` says, for each text, which of the tasks with these slots and answers it is for."""
-        self.backbone = backbone
+        """`asked` says, for each text, which of the tasks with these slots and answers it is for.
+
+        With `prefixes` the slots are not read again with every text.
+        """
+        self.backbone, self.prefixes = backbone, prefixes
         sizes = [len(each.sequences) for each in answers]
         self.labels = torch.tensor(sizes, device=backbone.device)
         self.widest = max((sizes[i] for i in asked), default=0)
@@ -96,6 +108,8 @@ class Quiz:
         ]
         # where the answer follows the text, every path has a copy of it
         weight = [len(row.paths) if backbone.answer_follows_text else 1 for row in rows]
+        if prefixes:
+            rows = [Row(row.tokens, (), row.paths) for row in rows]
         self.batches = [
             _QuizBatch.build(backbone, places, rows, asked, answers)
             for places in batches_by_length(lengths, backbone, weight)
@@ -113,7 +127,11 @@ class Quiz:
         found = torch.full((self.size, self.widest), -torch.inf, dtype=self.backbone.lane_dtype)
         found = found.to(bank.device)
         for batch in self.batches:
-            hidden = self.backbone.hidden(batch.reading, bank)
+            hidden = (
+                self.backbone.hidden_after(batch.reading, self.prefixes, batch.task)
+                if self.prefixes
+                else self.backbone.hidden(batch.reading, bank)
+            )
             if heads is not None:
                 weight, bias = heads.weight[:, : self.widest], heads.bias[:, : self.widest]
                 own = Head(weight[batch.task], bias[batch.task])

@@ -12,12 +12,14 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi")
 from fastapi.testclient import TestClient
 
 from qtuning import QTuner, Task
 from qtuning.backbones import load_backbone
+from qtuning.backbones.prefixes import PromptMemory
 from qtuning.errors import CollectionError, TaskError
 from qtuning.predictor import Answer, Predictor
 from qtuning.serve.app import Limits, make_app
@@ -25,6 +27,7 @@ from qtuning.serve.batching import Batcher, Busy
 from qtuning.serve.guards import Guard
 from qtuning.serve.metrics import Metrics
 from qtuning.serve.service import Service
+from qtuning.snapshots import predict_log_probs
 from tests.conftest import make_model, make_task, make_tokenizer
 
 SMALL = {"prompt_length": 2, "shared_length": 2, "queue_size": 2, "epochs": 3, "shots": 4}
@@ -145,6 +148,28 @@ def test_a_predictor_takes_over_what_was_prepared(folder: Path) -> None:
     ]
     with pytest.raises(TaskError, match="Unknown task 'mood'"):
         after.log_probs(rows, ["mood", "tone"])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
+def test_a_prompt_read_once_answers_as_one_read_with_every_text(kind: str, tmp_path: Path) -> None:
+    settings = {**SMALL, "epochs": 1, "queue_size": 3}
+    tuner = QTuner(str(save_model(tmp_path / kind, kind)), **settings)
+    for i in range(3):  # prompts of different lengths, label words of one token and of two
+        labels = ("negative", "positive") if i % 2 else ("report problem", "how to", "status")
+        tuner.learn(make_task(f"task{i}", labels, rows=8, seed=i), progress=False)
+    texts, names = TEXTS * 3, [f"task{i % 3}" for i in range(12)]
+    found = tuner.predictor.log_probs(texts, names)
+    memory = tuner.predictor._memory
+    assert len(memory._kept) == 3
+    snapshots = tuner.state.snapshots
+    for text, name, own in zip(texts, names, found, strict=True):
+        plain = predict_log_probs(tuner.backbone, snapshots[name], [text])[0]
+        torch.testing.assert_close(own, plain, rtol=0, atol=1e-5)
+    small = PromptMemory(tuner.backbone.model, most_bytes=1)  # no room: one at a time
+    for name in snapshots:
+        layout = tuner.predictor._answerers[name].layout
+        assert small.recall(layout).equal(memory.recall(layout))
+    assert len(small._kept) == 1
 
 
 def test_a_twin_shares_weights_and_nothing_else(tmp_path: Path) -> None:

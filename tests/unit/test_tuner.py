@@ -133,7 +133,7 @@ def test_replacing_and_removing(bert, tmp_path: Path) -> None:
 def test_a_failed_learning_leaves_the_old_version(bert, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = make_tuner(bert, 1)
     before = tuner.predict_proba("good", "task0")
-    monkeypatch.setattr("qtuning.methods.qtuning.fit_lanes", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("qtuning.tuner.fit_lanes", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tuner.learn(make_task("task0", seed=5), replace=True, progress=False)
     assert tuner.predict_proba("good", "task0") == before

@@ -193,6 +193,11 @@ class Backbone:
         else:
             self.pad_id = int(self.tokenizer.pad_token_id)
 
+    @property
+    def remembers_prompts(self) -> bool:
+        """Whether a prompt can be read once for all texts of its task."""
+        return False
+
     # ── the model's facts ────────────────────────────────────────────────────────────────────
 
     @property
@@ -327,6 +332,10 @@ class Backbone:
         `bank` [rows, d] holds the prompt vectors of every lane; each row names its slots in it. Past
         the end of a shorter path its last read-out is repeated.
         """
+        raise NotImplementedError
+
+    def hidden_after(self, reading: Reading, prefixes: Any, tasks: Tensor) -> Tensor:
+        """The same for rows without slots, after prompts that were read before; see `remembers_prompts`."""
         raise NotImplementedError
 
     def text_states(self, batch: Batch) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
+    AFTER_TEXT,
     MIN_TEXT_TOKENS,
     Batch,
     Reading,
@@ -21,6 +23,7 @@ from qtuning.backbones.base import (
     VocabularyBackbone,
     gather_reads,
 )
+from qtuning.backbones.prefixes import Prefixes
 from qtuning.tasks import Text
 
 CONTINUES_FROM_CACHE = ("gpt2", "llama", "opt")
@@ -107,19 +110,48 @@ class CausalBackbone(VocabularyBackbone):
         finally:
             config._attn_implementation = before
 
-    def _read_text_once(self, reading: Reading, bank: Tensor) -> Tensor:
-        """Several paths per row: prompt and text are read once, the paths go on from their cache."""
-        bare = replace(reading, path=reading.path[:, :0])
-        batch = self.assemble(bare, bank)
-        text = self.model.base_model(inputs_embeds=batch.inputs_embeds, use_cache=True)
-        first: Tensor = text.last_hidden_state[
-            torch.arange(len(batch.end), device=self.device), batch.end - 1
-        ]
+    @property
+    def remembers_prompts(self) -> bool:
+        """Whether prompts can be read once and for all; see `prefixes`."""
+        is_first = self.prompt_at != AFTER_TEXT
+        return is_first and self.model.config.model_type in CONTINUES_FROM_CACHE
+
+    def hidden_after(self, reading: Reading, prefixes: Prefixes, tasks: Tensor) -> Tensor:
+        """[p, t, h] of rows without slots, each after the remembered prompt of its task [n]."""
+        cache, filled = prefixes.of(tasks)
+        none = torch.zeros(0, self.embed_dim, dtype=self.lane_dtype, device=self.device)
+        return self._read_text_once(reading, none, cache, filled)
+
+    def _read_text_once(
+        self, reading: Reading, bank: Tensor, cache: Any = None, filled: Tensor | None = None
+    ) -> Tensor:
+        """Prompt and text are read once, the paths go on from their cache.
+
+        With a `cache` of prompts, of which each row has so many positions `filled` [n], the text goes on from that.
+        """
+        batch = self.assemble(replace(reading, path=reading.path[:, :0]), bank)
+        width = batch.inputs_embeds.shape[1]
+        places = torch.arange(width, device=self.device)
+        given: dict[str, Any] = {}
+        seen, end = places < batch.end[:, None], batch.end
+        if filled is not None:
+            padded = torch.arange(cache.get_seq_length(), device=self.device)
+            seen = torch.cat([padded < filled[:, None], seen], dim=1)
+            given = {
+                "attention_mask": seen.long(),
+                "position_ids": (filled[:, None] + places).clamp(max=self.max_length - 1),
+                "past_key_values": cache,
+            }
+            end = end + filled
+        text = self.model.base_model(inputs_embeds=batch.inputs_embeds, use_cache=True, **given)
+        rows = torch.arange(len(batch.end), device=self.device)
+        first: Tensor = text.last_hidden_state[rows, batch.end - 1][reading.owner][:, None]
+        if not reading.path.shape[1]:
+            return first
         cache = text.past_key_values
         cache.batch_select_indices(reading.owner)
-        end = batch.end[reading.owner]
+        end, seen = end[reading.owner], seen[reading.owner]
         steps = torch.arange(reading.path.shape[1], device=self.device)
-        seen = torch.arange(batch.inputs_embeds.shape[1], device=self.device) < end[:, None]
         is_path = steps < reading.reads[:, None] - 1
         rest: Tensor = self.model.base_model(
             input_ids=reading.path,
@@ -127,7 +159,7 @@ class CausalBackbone(VocabularyBackbone):
             position_ids=(end[:, None] + steps).clamp(max=self.max_length - 1),  # past a path's end
             past_key_values=cache,
         ).last_hidden_state
-        states = torch.cat([first[reading.owner][:, None], rest], dim=1)
+        states = torch.cat([first, rest], dim=1)
         return gather_reads(states, torch.zeros_like(end), reading.reads, states.shape[1])
 
     def _reference_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
