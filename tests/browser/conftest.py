@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,25 +24,42 @@ FLAGS = [
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 
 
+TASKS = ("intent-delivery", "tone", "urgency", "entailment", "intent-bank")
+LIGHT = {"epochs": 15, "shots": 8, "prompt_length": 5, "shared_length": 5, "queue_size": 4}
+
+
 @pytest.fixture(scope="session")
-def address() -> Iterator[str]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where the server listens, such as http://127.0.0.1:4711; $QTUNING_ADDRESS names one that runs already."""
     if running := os.environ.get("QTUNING_ADDRESS"):
         yield running.rstrip("/")
         return
-    import uvicorn
+    from qtuning import QTuner, load_task
 
-    from tests.browser.stand_in import build
+    folder = tmp_path_factory.mktemp("served") / "collection"
+    tuner = QTuner("minilm", **LIGHT)
+    for name in TASKS:
+        tuner.learn(load_task(name), progress=False)
+    tuner.save_pretrained(folder)
+    command = [sys.executable, "-c", "from qtuning.cli import main; main()"]
+    process = subprocess.Popen(
+        [*command, "serve", str(folder), "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    where = process.stdout.readline().rsplit(" ", 1)[1].strip().rstrip("/")  # type: ignore[union-attr]
+    while not _is_ready(where):
+        time.sleep(0.1)
+    yield where
+    process.terminate()
+    process.wait(60)
 
-    server = uvicorn.Server(uvicorn.Config(build(), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.02)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join(timeout=10)
+
+def _is_ready(address: str) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{address}/readyz").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.fixture(scope="session")
