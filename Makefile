@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test check format models test-models test-slow test-gpu test-ray test-browser growth speed-cpu speed-gpu wheel-test clean
+.PHONY: setup demo test check format models test-models test-slow test-gpu test-ray test-browser serving growth speed-cpu speed-gpu wheel-test clean
 
 setup: $(VENV)/.ready            ## a virtual environment in the clone, with everything tests and demo need
 
@@ -37,7 +37,8 @@ models: setup                    ## the other two backbones that come without a 
 test-models: models              ## learning on real weights
 	$(BIN)/python -m pytest -q -m models tests
 
-test-slow: setup                 ## fifty kills, every stream
+test-slow: setup                 ## fifty kills, every stream, twenty kills of a server, requests drawn from its description
+	$(PIP) schemathesis
 	$(BIN)/python -m pytest -q -m slow tests
 
 test-gpu: setup                  ## what needs a CUDA card
@@ -66,6 +67,12 @@ speed-gpu: setup                 ## the same on a CUDA card, T5-large geometry a
 	$(BIN)/python perf/attention.py
 	$(BIN)/python perf/picture.py
 	$(BIN)/python perf/summary.py
+
+serving: setup                   ## what mixed batches cost, our server against a plain loop, ten minutes at saturation
+	$(BIN)/python perf/serving.py mixed
+	$(BIN)/python perf/serving.py load --model tiny
+	$(BIN)/python perf/serving.py load --model minilm
+	$(BIN)/python perf/serving.py soak --model tiny --seconds 600 --clients 16
 
 wheel-test: setup                ## the built wheel in an empty environment runs the demo
 	rm -rf dist build/wheel-env && $(BIN)/python -m build --wheel --outdir dist

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from statistics import median
 
 import pytest
 from rich.console import Console
@@ -199,6 +200,9 @@ def test_the_demo_does_not_overwrite_a_users_task(tmp_path: Path) -> None:
 
 def test_the_table_of_methods_comes_from_the_records() -> None:
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    nine = page.split("<!-- order-09 -->\n")[1].split("<!-- /order-09 -->")[0]
+    found = gather([ROOT / "results" / "order-09-minilm"])
+    assert nine == to_markdown(group_runs(found.results))
     shown = page.split("<!-- starter-four -->\n")[1].split("<!-- /starter-four -->")[0]
     records = gather([ROOT / "results" / "starter-four-minilm"])
     assert shown == to_markdown(group_runs(records.results))
@@ -220,3 +224,49 @@ def test_the_table_of_found_tasks_comes_from_the_measurements() -> None:
         shares = (whole["task_found"], whole["found_and_known"], half["called_unknown"])
         cells = " | ".join(f"{share:.1%}".replace("%", " %") for share in shares)
         assert f"| {whole['taught']} | {cells} |" in page
+
+
+def serving_table() -> str:
+    """What `perf/serving.py` measured, as docs/serving.md shows it."""
+    folder = ROOT / "perf" / "results"
+    names = ("mixed-minilm", "load-minilm", "load-tiny", "soak-tiny")
+    mixed, minilm, tiny, soak = (
+        json.loads((folder / f"serving-{name}-cpu.json").read_text()) for name in names
+    )
+    lines = ["| what | all-MiniLM-L6-v2 | tiny random BERT |", "|---|---|---|"]
+
+    def row(name: str, *cells: str) -> None:
+        lines.append(f"| {' | '.join((name, *cells))} |")
+
+    for kind, about in (("ours", "this server"), ("plain", "a plain FastAPI loop")):
+        cells = []
+        for load in (minilm, tiny):
+            rounds = load["rounds"][kind]
+            times = [f"{median(each[key] for each in rounds):.0f}" for key in ("p50_ms", "p99_ms")]
+            rate = load["requests_per_second"][kind]
+            cells.append(f"{rate:.0f} a second, p50 {times[0]} ms, p99 {times[1]} ms")
+        row(f"{about}, {minilm['clients']} clients, a text each", *cells)
+    row("ratio", f"{minilm['ratio']:.1f} x", f"{tiny['ratio']:.1f} x")
+    row("64 texts of 50 tasks against 64 of one", f"{mixed['mixed_over_single']:.2f} x", "")
+    row("with 1,000 tasks known against 10", f"{mixed['thousand_over_ten']:.2f} x", "")
+    asked = sum(soak["statuses"].values())
+    memory = soak["resident_mib"]
+    said = (
+        f"{asked:,} requests, {soak['taught']} tasks taught and {soak['removed']} removed, "
+        f"{sum(n for code, n in soak['statuses'].items() if int(code) >= 400)} errors, "
+        f"{soak['wrong_answers']} wrong answers, {memory['after_a_tenth']} to {memory['end']} MiB"
+    )
+    long = f"{soak['seconds'] / 60:.0f} minutes, {soak['clients']} clients"
+    row(f"{long}, teaching and removing meanwhile", "", said)
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_serving_comes_from_the_measurements() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert page.split("<!-- serving -->\n")[1].split("<!-- /serving -->")[0] == serving_table()
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    results = ROOT / "perf" / "results"
+    load = json.loads((results / "serving-load-minilm-cpu.json").read_text())
+    mixed = json.loads((results / "serving-mixed-minilm-cpu.json").read_text())
+    assert f"it takes {load['ratio']:.1f} times the requests of a plain FastAPI loop" in readme
+    assert f"in one batch cost {mixed['mixed_over_single']:.2f} times 64 of one task" in readme

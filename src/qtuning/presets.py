@@ -16,17 +16,18 @@ from qtuning.streams import read_yaml
 
 @cache
 def list_presets() -> dict[str, dict[str, Any]]:
-    """All presets of the catalog, by name: a description and settings."""
+    """All presets of the catalog, by name: a description, settings, and what single methods have otherwise."""
     raw: dict[str, dict[str, Any]] = yaml.safe_load(
         (files("qtuning") / "catalog" / "presets.yaml").read_text(encoding="utf-8")
     )
     for entry in raw.values():
-        make_settings(**entry["settings"])
+        for own in ({}, *entry.get("methods", {}).values()):
+            make_settings(**{**entry["settings"], **own})
     return raw
 
 
-def get_preset(name: str) -> dict[str, Any]:
-    """The settings of a preset of the catalog, or of a YAML file such as `qtuning tune` writes."""
+def get_preset(name: str, method: str = "") -> dict[str, Any]:
+    """A method's settings in a preset of the catalog, or in a YAML file such as `qtuning tune` writes."""
     if name.endswith((".yaml", ".yml")):
         raw = read_yaml(Path(name))
         if not isinstance(raw.get("settings"), dict):
@@ -36,4 +37,5 @@ def get_preset(name: str) -> dict[str, Any]:
     known = list_presets()
     if name not in known:
         raise ConfigError(unknown("preset", name, known))
-    return dict(known[name]["settings"])
+    own = known[name].get("methods", {}).get(method, {})
+    return {**known[name]["settings"], **own}

@@ -78,7 +78,7 @@ class RunConfig:
             raise ConfigError(unknown("protocol", protocol, PROTOCOLS))
         if self.method not in list_methods():
             raise ConfigError(unknown("method", self.method, list_methods()))
-        given = {**(get_preset(self.preset) if self.preset else {}), **self.settings}
+        given = {**(get_preset(self.preset, self.method) if self.preset else {}), **self.settings}
         make_settings(**given)
         return RunConfig(**{**asdict(self), "protocol": protocol, "settings": given})
 

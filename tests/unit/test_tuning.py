@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import yaml
@@ -15,6 +17,8 @@ from qtuning.runs import RunConfig
 from qtuning.streams import get_stream
 from qtuning.tuning import candidates, tune, write_preset
 from tests.conftest import make_model, make_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_the_grid_starts_from_the_familys_defaults() -> None:
@@ -91,3 +95,15 @@ def test_a_preset_file_without_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.yaml").write_text("description: nothing\n")
     with pytest.raises(ConfigError, match="the key 'settings' is missing"):
         get_preset(str(tmp_path / "odd.yaml"))
+
+
+def test_the_tuned_preset_has_the_best_candidate_of_every_method() -> None:
+    facts = json.loads((ROOT / "results" / "tuning-minilm.json").read_text())
+    base = get_preset("minilm")
+    assert get_preset("minilm-tuned", "mbpa++") == base  # not tuned
+    for method, tried in facts["methods"].items():
+        assert len(tried) == 6
+        best = max(tried, key=lambda each: mean(each["scores"]))
+        assert get_preset("minilm-tuned", method) == {**base, **best["settings"]}
+        config = RunConfig(stream="tuning", method=method, preset="minilm-tuned").resolved()
+        assert config.settings == {**base, **best["settings"]}
