@@ -61,7 +61,8 @@ def serve(
         from qtuning.serve.service import Service
     except ModuleNotFoundError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'qtuning[serve]'.") from None
-    limits = Limits(token, private, most_bytes, most_waiting=most_waiting)
+    hosts = () if token else ("localhost", "127.0.0.1", "[::1]", host)
+    limits = Limits(token, private, hosts, most_bytes, most_waiting=most_waiting)
     how = {"model": model, "dtype": dtype, "device": device}
     port = port or free_port(host)
     if ray:

@@ -30,7 +30,7 @@ from qtuning import __version__
 from qtuning.backbones.sources import hub_id
 from qtuning.cards import render_card
 from qtuning.errors import CollectionError, QTuningError, TaskError
-from qtuning.files import sha256_of, write_atomic
+from qtuning.files import held, sha256_of, write_atomic
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import check_task_name
 
@@ -70,6 +70,14 @@ def write_collection(
         expected: sha256 of the manifest this collection came from; `""` overwrites whatever is there.
     """
     check_target(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        return _write(folder, collection, expected)
+
+
+def _write(
+    folder: Path, collection: Collection, expected: str | None
+) -> tuple[str, dict[str, int]]:
     old = _manifest_bytes(folder)
     if old is not None and expected != "" and sha256_of(old) != expected:
         raise CollectionError(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -32,3 +35,14 @@ def write_atomic(path: Path, data: bytes) -> None:
 def sha256_of(data: bytes) -> str:
     """Hex digest of bytes."""
     return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A folder locked among processes and threads; the system lets go of it when the holder dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

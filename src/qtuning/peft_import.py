@@ -34,8 +34,8 @@ def import_peft(
     name: str | None = None,
     label_names: Sequence[str] | None = None,
     label_words: Mapping[str, str] | None = None,
-    metric: str = "accuracy",
-    is_pair: bool = False,
+    metric: str | None = None,
+    is_pair: bool | None = None,
 ) -> Snapshot:
     """A PEFT prompt-tuning adapter as a snapshot, for `QTuner.add_prompt`; PEFT is not needed for it.
 
@@ -66,11 +66,12 @@ def import_peft(
             f"{path} does not say its labels, which PEFT's format has no place for; give label_names."
         )
     task = check_task_name(name or ours.get("task") or path.name)
-    if label_names is None:
-        label_names = ours["labels"]
-        label_words = label_words or dict(zip(label_names, ours["label_words"], strict=True))
-        metric, is_pair = ours["metric"], ours["is_pair"]
-    names = tuple(label_names)
+    said = dict(zip(ours.get("labels", ()), ours.get("label_words", ()), strict=False))
+    names = tuple(said if label_names is None else label_names)
+    if label_words is None and said:
+        label_words = {each: said.get(each, each) for each in names}
+    metric = metric or ours.get("metric", "accuracy")
+    is_pair = ours.get("is_pair", False) if is_pair is None else is_pair
     if len(names) < 2 or len(set(names)) < len(names):
         raise TaskError(f"label_names must be at least two different labels, got {list(names)}.")
     words = clean_words(task, names, label_words)

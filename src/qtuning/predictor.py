@@ -68,7 +68,7 @@ class Predictor:
         with self._preparing:
             if self._table is None:
                 table = AnswererTable([self._answerer(name) for name in self.snapshots])
-                if self._memory:
+                if self._memory and self.snapshots:
                     table.remember_prompts(self._memory)
                 self._table = table
             return self._table

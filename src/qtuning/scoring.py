@@ -291,4 +291,5 @@ def _bank(answerers: Sequence[Answerer]) -> tuple[Tensor, list[range]]:
     for answerer in answerers:
         slots.append(range(first, first + len(answerer.layout)))
         first += len(answerer.layout)
-    return torch.cat([answerer.layout for answerer in answerers]), slots
+    layouts = [answerer.layout for answerer in answerers]
+    return torch.cat(layouts) if layouts else torch.zeros(0, 0), slots

@@ -80,6 +80,15 @@ class Snapshot:
         named["threshold"] = torch.tensor(self.key.threshold, dtype=torch.float64)
         return {f"key.{name}": tensor for name, tensor in named.items()}
 
+    def equals(self, other: Snapshot) -> bool:
+        """Whether it is the same in everything that is kept on disk."""
+        ours, theirs = self.tensors(), other.tensors()
+        return (
+            (self.card, dict(self.facts)) == (other.card, dict(other.facts))
+            and ours.keys() == theirs.keys()
+            and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        )
+
     @classmethod
     def from_tensors(
         cls, card: Mapping[str, Any], tensors: Mapping[str, Tensor], facts: Mapping[str, Any]

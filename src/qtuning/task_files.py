@@ -151,10 +151,9 @@ def read_json_line(line: str, source: str) -> dict[str, Any]:
     """A row of a JSONL file; `source` is named where it is none."""
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(
-            f"{source}: not JSON ({error.msg}); each line must be a JSON object."
-        ) from None
+    except (ValueError, RecursionError) as error:
+        said = getattr(error, "msg", type(error).__name__)
+        raise TaskError(f"{source}: not JSON ({said}); each line must be a JSON object.") from None
     if not isinstance(row, dict):
         raise TaskError(f"{source}: each line must be a JSON object.")
     return row

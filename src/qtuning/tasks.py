@@ -21,6 +21,7 @@ Text = str | tuple[str, str]
 
 SPLIT_NAMES = ("train", "validation", "test")
 MAX_CLASSES = 1000
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FRACTION = re.compile(r"[+-]?\d*\.\d*[1-9]\d*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -257,6 +258,10 @@ def _clean_one(task: str, row: int, text: Any) -> str:
         )
     if not text.strip():
         raise TaskError(f"task {task!r}, row {row}: the text is empty; remove the row or fill it.")
+    if not text.isascii() and _SURROGATE.search(text):
+        raise TaskError(
+            f"task {task!r}, row {row}: the text has half a character; save it as UTF-8."
+        )
     return text
 
 

@@ -34,6 +34,9 @@ from qtuning.progress import LearningBar
 from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots
 from qtuning.tasks import SPLIT_NAMES, Rows, Split, Task, Text
 
+TRIES = 10
+"""To read a collection that others are changing."""
+
 
 class QTuner:
     """Learns tasks one after another on one frozen model; nothing learnt earlier ever changes.
@@ -373,12 +376,11 @@ class QTuner:
         folder, known = self._home
         if manifest_sha(folder) == known:
             return False
-        saved, sha = read_collection(folder)
+        saved, sha = _read_whole(folder)
         snapshots = {}
         for name, new in saved.snapshots.items():
             old = self.state.snapshots.get(name)
-            is_same = old is not None and old.facts == new.facts and torch.equal(old.rows, new.rows)
-            snapshots[name] = old if is_same else new
+            snapshots[name] = old if old is not None and old.equals(new) else new
         with damage_named(folder):
             self.adopt(self.method.unpack(saved.tensors, saved.facts, snapshots))
         self._versions, self._home = dict(saved.versions), (folder, sha)
@@ -454,6 +456,18 @@ class QTuner:
         tuner._versions = dict(saved.versions)
         tuner._home = (path.resolve(), sha)
         return tuner
+
+
+def _read_whole(folder: Path) -> tuple[Collection, str]:
+    """A collection that others may be saving: files can go while it is read, and then there is a newer one."""
+    for _ in range(TRIES):
+        before = manifest_sha(folder)
+        try:
+            return read_collection(folder)
+        except CollectionError:
+            if manifest_sha(folder) == before:
+                raise
+    return read_collection(folder)
 
 
 def _score_rows(predictor: Predictor, card: TaskCard, rows: Rows) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import random
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -249,6 +251,26 @@ def test_too_much_waiting_is_refused_and_closing_answers_what_was_accepted() -> 
     assert [f.result(0)[0].label for f in futures] == ["0", "1", "2"]
 
 
+def test_a_client_that_gave_up_does_not_stop_the_others() -> None:
+    gate = Event()
+
+    def answer(texts, tasks) -> list[Answer]:
+        gate.wait(10)
+        return echo(texts, tasks)
+
+    batcher = Batcher(answer, rows_at_once=1)
+    first, gone, last = (batcher.submit([text], [None]) for text in ("first", "gone", "last"))
+    while not first.running():
+        time.sleep(0.01)
+    assert gone.cancel()
+    assert not first.cancel()  # already under way: answered
+    gate.set()
+    assert (first.result(10)[0].label, last.result(10)[0].label) == ("first", "last")
+    assert batcher.submit(["more"], [None]).result(10)[0].label == "more"
+    batcher.close()
+    assert (batcher.waiting, batcher.accepted, batcher.answered) == (0, 4, 4)
+
+
 def test_a_full_server_says_429_and_when_to_try_again(folder: Path) -> None:
     service = Service(folder)
     gate, plain = Event(), service.answer
@@ -296,7 +318,7 @@ def test_a_taught_task_answers_and_the_old_ones_stay_as_they_were(
     found = client.post("/v1/classify", json={"inputs": TEXTS, "task": "new"}).json()["answers"]
     alone = QTuner.from_pretrained(folder)  # it is on disk
     assert [a["label"] for a in found] == alone.predict(TEXTS, "new")
-    assert {f.suffix for f in (folder / "teaching").iterdir()} == {".status", ".owner"}
+    assert {f.suffix for f in (folder / "teaching").iterdir()} == {".status", ".owner", ".lock"}
     names = [t["name"] for t in client.get("/v1/tasks").json()["tasks"]]
     assert names == ["tone", "mood", "same", "new"]
 
@@ -369,7 +391,7 @@ def test_stopped_and_continued_ends_like_uninterrupted(folder: Path, made: Path)
             client.post(f"/v1/teachings/{teaching['id']}/continue")
             assert ended(client, teaching)["state"] == "done"
             refused = client.post(f"/v1/teachings/{teaching['id']}/continue")
-            assert refused.status_code == 422
+            assert refused.status_code == 409
             assert "only a stopped one" in refused.json()["detail"]
     finally:
         service._slow.undo()
@@ -398,6 +420,83 @@ def test_removed_while_another_is_taught_it_stays_removed(folder: Path) -> None:
         service._slow.undo()
     assert list(QTuner.from_pretrained(folder).tasks) == ["tone", "same", "new"]
     assert not (folder / "tasks" / "mood").exists()
+
+
+def test_the_last_task_can_be_removed_and_a_new_one_taught(
+    client: TestClient, folder: Path
+) -> None:
+    for name in ("tone", "mood", "same"):
+        assert client.delete(f"/v1/tasks/{name}").status_code == 200
+    assert client.get("/v1/tasks").json()["tasks"] == []
+    assert client.get("/v1/queue").json()["tasks"] == []
+    ask = {"inputs": TEXTS[:1], "task": "tone"}
+    assert client.post("/v1/classify", json=ask).status_code == 404
+    assert client.post("/v1/classify", json={"inputs": TEXTS[:1]}).status_code == 422
+    Service(folder).close()  # it opens
+    teaching = client.post("/v1/tasks", json=as_json(make_task("tone", rows=12))).json()
+    assert ended(client, teaching)["state"] == "done"
+    assert client.post("/v1/classify", json=ask).status_code == 200
+
+
+def test_one_name_is_taught_once_however_many_ask(client: TestClient) -> None:
+    body = as_json(make_task("new", rows=12))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: client.post("/v1/tasks", json=body), range(8)))
+    assert sorted(reply.status_code for reply in found) == [202] + [409] * 7
+    (accepted,) = [reply.json() for reply in found if reply.status_code == 202]
+    assert ended(client, accepted)["state"] == "done"
+    assert client.delete(f"/v1/teachings/{accepted['id']}").status_code == 200
+    assert client.get("/v1/teachings").json()["teachings"] == []
+
+
+def test_closing_does_not_wait_for_another_process_that_teaches(folder: Path) -> None:
+    service = Service(folder)
+    with (folder / "teaching" / "now.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        teaching = service.teach(make_task("new", rows=12))
+        time.sleep(0.3)
+        assert service.teaching(teaching.id).state == "waiting"
+        began = time.monotonic()
+        service.close()
+        assert time.monotonic() - began < 5
+    again = Service(folder)
+    assert again.teaching(teaching.id).state == "stopped"
+    again.go_on(teaching.id)
+    while again.teaching(teaching.id).state != "done":
+        time.sleep(0.02)
+    again.close()
+
+
+def test_what_the_library_learns_meanwhile_is_not_overwritten(folder: Path) -> None:
+    service = Service(folder)
+    slow_epochs(service, 0.3)
+    try:
+        teaching = service.teach(make_task("ours", rows=12))
+        other = QTuner.from_pretrained(folder)
+        other.learn(make_task("theirs", rows=12), progress=False)
+        other.save_pretrained(folder)
+        while service.teaching(teaching.id).state not in ("done", "failed"):
+            time.sleep(0.02)
+    finally:
+        service._slow.undo()
+        service.close()
+    found = QTuner.from_pretrained(folder)
+    assert list(found.tasks) == ["tone", "mood", "same", "theirs", "ours"]
+    assert found.state.queue.rows.equal(other.state.queue.rows)
+
+
+def test_a_new_key_or_other_labels_are_noticed(folder: Path) -> None:
+    service = Service(folder)
+    other = QTuner.from_pretrained(folder)
+    old = other.state.snapshots["tone"]
+    other.adopt(
+        replace(other.state, snapshots={**other.state.snapshots, "tone": replace(old, key=None)})
+    )
+    other.save_pretrained(folder)
+    service.refresh()
+    assert service.predictor.snapshots["tone"].key is None
+    assert service.predictor.snapshots["mood"].key is not None
+    service.close()
 
 
 def test_what_one_process_teaches_or_removes_another_serves(folder: Path) -> None:
@@ -430,6 +529,9 @@ BAD = {
     "pair": ("POST", "/v1/classify", b'{"inputs": [["a", "b"]], "task": "tone"}', 422, "single"),
     "single": ("POST", "/v1/classify", b'{"inputs": ["a"], "task": "same"}', 422, "pairs"),
     "count": ("POST", "/v1/classify", b'{"inputs": ["a"], "task": ["tone", "tone"]}', 422, "each"),
+    "echo": ("POST", "/v1/classify", b'{"inputs": [["I already paid", "x"]], "task": "tone"}', 422, "single"),
+    "half-a-character": ("POST", "/v1/tasks", b'{"name": "n", "examples": [{"text": "\\ud800", "label": "x"}, '
+                         b'{"text": "b", "label": "y"}]}', 422, ""),
     "method": ("PUT", "/v1/classify", b"", 405, "Method"),
     "path": ("GET", "/v1/nothing", b"", 404, "Not Found"),
     "teach-empty": ("POST", "/v1/tasks", b"{}", 422, "name"),
@@ -487,6 +589,19 @@ def test_another_origin_may_not_change_anything(client: TestClient, folder: Path
     assert refused.status_code == 403
     same = {"Origin": "http://testserver", "Host": "testserver"}
     assert client.delete("/v1/tasks/tone", headers=same).status_code == 200
+
+
+def test_a_foreign_name_that_leads_here_gets_nothing(folder: Path) -> None:
+    limits = Limits(hosts=("localhost", "127.0.0.1", "[::1]"))
+    with TestClient(make_app(Service(folder), limits)) as client:
+        for host in ("evil.example:8000", "evil.example", "", "127.0.0.1.evil.example"):
+            headers = {"Host": host, "Origin": f"http://{host}"}
+            assert client.delete("/v1/tasks/tone", headers=headers).status_code == 403
+            assert client.get("/v1/tasks", headers=headers).status_code == 403
+        for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+            assert client.get("/v1/tasks", headers={"Host": host}).status_code == 200
+        odd = {"Host": "localhost", "Origin": "http://["}
+        assert client.delete("/v1/tasks/tone", headers=odd).status_code == 403
 
 
 def test_a_body_may_be_neither_too_long_nor_hide_its_length(folder: Path) -> None:

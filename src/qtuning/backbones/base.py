@@ -36,7 +36,9 @@ TAKES_READY_MASK = (
 ALIGNED = 8
 """Half-precision kernels read so many numbers at once."""
 REMEMBERED_TEXTS = 32_768
-"""Texts whose tokens are kept."""
+"""Texts whose tokens are kept, …"""
+REMEMBERED_LENGTH = 8_192
+"""… and how long they may be: what strangers send must not fill the memory."""
 MIN_TEXT_TOKENS = 4
 """Fewer tokens than this left for the text, special ones included, is refused."""
 
@@ -275,7 +277,10 @@ class Backbone:
     ) -> list[Tokens]:
         """Tokens of each text, cut so that prompt, text and answer fit the model's positions."""
         room = self.room_for_text(prompt_rows, answer_tokens)
-        return [self._remembered(text, room) for text in texts]
+        return [
+            self._remembered(text, room) if _is_short(text) else self._tokens_of(text, room)
+            for text in texts
+        ]
 
     def room_for_text(self, prompt_rows: int, answer_tokens: int = 0) -> int:
         """Positions left for the text; refused when there are next to none."""
@@ -473,3 +478,11 @@ def gather_reads(states: Tensor, first: Tensor, reads: Tensor, longest: int) -> 
     steps = torch.arange(longest, device=states.device)
     positions = first[:, None] + torch.minimum(steps, reads[:, None] - 1)
     return states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def _is_short(text: Text) -> bool:
+    return (
+        sum(map(len, text)) <= REMEMBERED_LENGTH
+        if isinstance(text, tuple)
+        else len(text) <= REMEMBERED_LENGTH
+    )

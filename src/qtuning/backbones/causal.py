@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from threading import RLock
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class CausalBackbone(VocabularyBackbone):
         self.family = "causal"
         self.answer_follows_text = True
         self.between_pair, self.question = "\n", QUESTION
+        self._passing = RLock()  # a pass without a mask changes the model's settings meanwhile
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
 
     def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
@@ -85,7 +87,7 @@ class CausalBackbone(VocabularyBackbone):
 
     def text_states(self, batch: Batch) -> Tensor:
         """[b, s, h]."""
-        with self._without_mask():
+        with self._passing, self._without_mask():
             states: Tensor = self.model.base_model(
                 inputs_embeds=batch.inputs_embeds, use_cache=False
             ).last_hidden_state
@@ -143,7 +145,8 @@ class CausalBackbone(VocabularyBackbone):
                 "past_key_values": cache,
             }
             end = end + filled
-        text = self.model.base_model(inputs_embeds=batch.inputs_embeds, use_cache=True, **given)
+        with self._passing:
+            text = self.model.base_model(inputs_embeds=batch.inputs_embeds, use_cache=True, **given)
         rows = torch.arange(len(batch.end), device=self.device)
         first: Tensor = text.last_hidden_state[rows, batch.end - 1][reading.owner][:, None]
         if not reading.path.shape[1]:
@@ -153,12 +156,13 @@ class CausalBackbone(VocabularyBackbone):
         end, seen = end[reading.owner], seen[reading.owner]
         steps = torch.arange(reading.path.shape[1], device=self.device)
         is_path = steps < reading.reads[:, None] - 1
-        rest: Tensor = self.model.base_model(
-            input_ids=reading.path,
-            attention_mask=torch.cat([seen, is_path], dim=1).long(),
-            position_ids=(end[:, None] + steps).clamp(max=self.max_length - 1),  # past a path's end
-            past_key_values=cache,
-        ).last_hidden_state
+        with self._passing:
+            rest: Tensor = self.model.base_model(
+                input_ids=reading.path,
+                attention_mask=torch.cat([seen, is_path], dim=1).long(),
+                position_ids=(end[:, None] + steps).clamp(max=self.max_length - 1),  # past its end
+                past_key_values=cache,
+            ).last_hidden_state
         states = torch.cat([first, rest], dim=1)
         return gather_reads(states, torch.zeros_like(end), reading.reads, states.shape[1])
 

@@ -39,8 +39,8 @@ from qtuning.serve.schemas import (
     TeachingOut,
     TeachingsOut,
 )
-from qtuning.serve.service import STAYS, Service, TooMany
-from qtuning.serve.teaching import ENDED
+from qtuning.serve.service import STAYS, Service, Taken, TooMany
+from qtuning.serve.teaching import ENDED, read_teaching
 from qtuning.tasks import Task, Text
 
 log = logging.getLogger("qtuning.serve")
@@ -62,6 +62,8 @@ class Limits:
     """Asked for changes."""
     is_private: bool = False
     """Asked for everything."""
+    hosts: tuple[str, ...] = ()
+    """Names under which it may be asked; all where empty."""
     most_bytes: int = 8 * 2**20
     body_seconds: float = 15.0
     answer_seconds: float = 60.0
@@ -119,6 +121,7 @@ def make_app(service: Service, limits: Limits | None = None) -> FastAPI:
         metrics=desk.metrics,
         token=own.token,
         is_private=own.is_private,
+        hosts=own.hosts,
         most_bytes=own.most_bytes,
         body_seconds=own.body_seconds,
     )
@@ -156,8 +159,8 @@ def _say_problems_in_one_line(app: FastAPI) -> None:
             return JSONResponse({"detail": str(error)}, 429, RETRY)
         said = str(error)
         is_absent = said.startswith(("Unknown task", "Unknown teaching"))
-        is_taken = "already" in said
-        return JSONResponse({"detail": said}, 404 if is_absent else 409 if is_taken else 422)
+        status = 409 if isinstance(error, Taken) else 404 if is_absent else 422
+        return JSONResponse({"detail": said}, status)
 
 
 def _first_line(errors: Any) -> str:
@@ -255,6 +258,12 @@ def _add_teaching(app: FastAPI, desk: Desk) -> None:
         """One of them."""
         return service.teaching(id).facts()
 
+    @app.delete("/v1/teachings/{id}", response_model=RemovedOut, tags=["teaching"])
+    async def forget(id: TeachingId) -> dict[str, Any]:
+        """Give up one that has ended, and what was uploaded for it."""
+        await asyncio.to_thread(service.forget, id)
+        return {"removed": id, "note": ""}
+
     @app.get("/v1/teachings/{id}/events", tags=["teaching"], response_class=StreamingResponse)
     async def events(id: TeachingId) -> StreamingResponse:
         """Its progress as server-sent events, until it ends."""
@@ -264,18 +273,21 @@ def _add_teaching(app: FastAPI, desk: Desk) -> None:
     @app.post("/v1/teachings/{id}/cancel", response_model=TeachingOut, tags=["teaching"])
     async def cancel(id: TeachingId) -> dict[str, Any]:
         """Stop after the epoch under way."""
-        return service.cancel(id).facts()
+        return (await asyncio.to_thread(service.cancel, id)).facts()
 
     @app.post("/v1/teachings/{id}/continue", response_model=TeachingOut, tags=["teaching"])
     async def go_on(id: TeachingId) -> dict[str, Any]:
         """Go on with one that was stopped."""
-        return service.go_on(id).facts()
+        return (await asyncio.to_thread(service.go_on, id)).facts()
 
 
 async def _progress(desk: Desk, name: str) -> AsyncIterator[str]:
     seen: dict[str, Any] = {}
     while not desk.is_closing:
-        facts = desk.service.teaching(name).facts()
+        found = read_teaching(desk.service.folder, name)
+        if found is None:
+            return  # someone gave it up
+        facts = found.facts()
         if facts != seen:
             seen = facts
             yield format_sse_event(data_str=json.dumps(facts), event="progress").decode()

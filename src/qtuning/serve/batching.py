@@ -105,6 +105,13 @@ class Batcher:
 
     def _settle(self, batch: list[Request]) -> None:
         """Answer a batch; where it fails, every request for itself, so that one cannot spoil the others."""
+        gone = [
+            r for r in batch if not (r.future.running() or r.future.set_running_or_notify_cancel())
+        ]
+        self._done(gone)  # their clients wait no longer
+        batch = [request for request in batch if request not in gone]
+        if not batch:
+            return
         texts = [text for request in batch for text in request.texts]
         tasks = [task for request in batch for task in request.tasks]
         if self.observe:

@@ -7,7 +7,6 @@ import hmac
 import logging
 import time
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -42,11 +41,16 @@ class Guard:
         metrics: Metrics,
         token: str | None = None,
         is_private: bool = False,
+        hosts: tuple[str, ...] = (),
         most_bytes: int = 8 * 2**20,
         body_seconds: float = 15.0,
     ):
-        """`token` is asked for changes, and for everything where `is_private`."""
+        """`token` is asked for changes, and for everything where `is_private`.
+
+        `hosts` are the names it answers to: without a token, a page of a foreign name that leads here must get nothing.
+        """
         self.app, self.metrics, self.token, self.is_private = app, metrics, token, is_private
+        self.hosts = hosts
         self.most_bytes, self.body_seconds = most_bytes, body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,8 +88,11 @@ class Guard:
         headers = dict(scope["headers"])
         path, method = scope["path"], scope["method"]
         changes = method not in READING and path != ANSWERING
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self.hosts and _name_of(host) not in self.hosts:
+            raise Refusal(403, f"this server does not answer to the name {host!r}.")
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if changes and origin and urlsplit(origin).netloc != headers.get(b"host", b"").decode("latin-1"):  # fmt: skip
+        if changes and origin and origin.partition("://")[2] != host:
             raise Refusal(403, f"a page of {origin} may not change this collection.")
         is_asked = self.token and (changes or self.is_private) and path not in OPEN_PATHS
         if is_asked and self.is_private and method in READING and _is_page(path):
@@ -124,6 +131,12 @@ class Guard:
             return message
 
         return limited
+
+
+def _name_of(host: str) -> str:
+    """Without the port."""
+    name, _, port = host.rpartition(":")
+    return name if name and port.isdigit() else host
 
 
 def _is_page(path: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -38,7 +39,8 @@ class Metrics:
 
     def observe(self, method: str, path: str, status: int, seconds: float) -> None:
         """A request was answered."""
-        self.requests.labels(method, path, str(status)).inc()
+        known = method if method in METHODS else "other"
+        self.requests.labels(known, path, str(status)).inc()
         self.seconds.labels(path).observe(seconds)
 
     def text(self) -> bytes:

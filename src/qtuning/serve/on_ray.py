@@ -67,4 +67,7 @@ def serve_on_ray(
             signal.signal(number, lambda *_: ended.set())
         while not ended.wait(1.0):
             pass
-        serve.shutdown()
+        if address:
+            serve.delete("qtuning")  # what else the cluster serves is not ours to stop
+        else:
+            serve.shutdown()

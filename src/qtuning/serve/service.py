@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,21 +18,24 @@ from queue import SimpleQueue
 from threading import RLock, Thread
 from typing import Any
 
+from qtuning.config import settings_dict
 from qtuning.errors import CollectionError, QTuningError, TaskError, unknown
-from qtuning.files import sha256_of
+from qtuning.files import held, sha256_of
 from qtuning.lanes import FitState, Progress
 from qtuning.predictor import Answer
 from qtuning.serve.teaching import (
     ENDED,
+    FOLDER,
     Owner,
     Stopped,
     Teaching,
     read_teaching,
     read_teachings,
+    sweep_owners,
 )
-from qtuning.snapshots import answers_from_snapshots
+from qtuning.snapshots import added, answers_from_snapshots
 from qtuning.tasks import Task, Text
-from qtuning.tuner import QTuner
+from qtuning.tuner import TRIES, QTuner
 
 log = logging.getLogger("qtuning.serve")
 MOST_TEACHINGS = 32
@@ -56,8 +60,9 @@ class Service:
         self.predictor = self.tuner.predictor
         self.predictor.prepare()
         self._owner = Owner(folder)
-        self._teacher: QTuner | None = None
+        self._teacher = self._make_teacher()  # before any pass: a twin copies settings too
         self._changing = RLock()
+        sweep_owners(folder)
         self._todo: SimpleQueue[Teaching | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._is_closed = False
@@ -66,6 +71,13 @@ class Service:
     def process(self) -> str:
         """A name for this process."""
         return self._owner.name
+
+    def _make_teacher(self) -> QTuner:
+        """A tuner like ours, on modules of its own."""
+        tuner = self.tuner
+        settings = settings_dict(tuner.method_settings, tuner.train_settings)
+        twin = tuner.backbone.twin()
+        return QTuner(twin, method=tuner.method_name, seed=tuner.seed, **settings)
 
     # ── answering ────────────────────────────────────────────────────────────────────────────
 
@@ -88,59 +100,72 @@ class Service:
 
     def remove(self, name: str) -> None:
         """Forget a task's snapshot and key."""
-        with self._change():
-            if name not in self.tuner.state.snapshots:
-                raise TaskError(unknown("task", name, self.tuner.state.snapshots))
-            left = {k: s for k, s in self.tuner.state.snapshots.items() if k != name}
-            self._commit(replace(self.tuner.state, snapshots=left))
+
+        def without(state: Any) -> Any:
+            if name not in state.snapshots:
+                raise TaskError(unknown("task", name, state.snapshots))
+            return replace(state, snapshots={k: s for k, s in state.snapshots.items() if k != name})
+
+        self._commit(without)
         log.info("removed task %r", name)
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Alone with the newest collection, among threads and processes."""
-        with self._changing, _held(self.folder / ".change"):
-            self.refresh()
-            yield
+    def _commit(self, change: Callable[[Any], Any]) -> None:
+        """Change the newest state, on disk first: what is answered from is never ahead of what is kept.
 
-    def _commit(self, state: Any) -> None:
-        """On disk first: what is answered from is never ahead of what is kept."""
-        before = self.tuner.state
-        self.tuner.adopt(state)
-        try:
-            self.tuner.save_pretrained(self.folder)
-        except BaseException:
-            self.tuner.adopt(before)
-            raise
-        self._switch()
+        A save is refused when another process saved since: then its state is the newest.
+        """
+        with self._changing:
+            for attempt in range(TRIES):
+                self.refresh()
+                before = self.tuner.state
+                self.tuner.adopt(change(before))
+                try:
+                    self.tuner.save_pretrained(self.folder)
+                    break
+                except BaseException as error:
+                    self.tuner.adopt(before)
+                    if not isinstance(error, CollectionError) or attempt == TRIES - 1:
+                        raise
+            self._switch()
 
     # ── teaching ─────────────────────────────────────────────────────────────────────────────
 
     def teach(self, task: Task, replace_old: bool = False) -> Teaching:
         """Accept a task; it is learnt when those before it are."""
-        if task.name in self.predictor.snapshots and not replace_old:
-            raise TaskError(
-                f"a task named {task.name!r} is already in the collection; rename it, or replace it."
-            )
-        waiting = [t for t in self.teachings().values() if t.state not in ENDED]
-        if any(t.task == task.name for t in waiting):
-            raise TaskError(f"a task named {task.name!r} is being taught already; wait for it.")
-        if len(waiting) >= MOST_TEACHINGS:
-            raise TooMany(f"{len(waiting)} tasks wait to be taught; try again when some are done.")
-        self._forget_old_reports()
-        return self._queue(Teaching.of(task, replace_old, self.folder, self._owner.name))
+        with self._changing, held(self.folder / FOLDER):
+            if task.name in self.predictor.snapshots and not replace_old:
+                raise Taken(
+                    f"a task named {task.name!r} is already in the collection; rename it, or replace it."
+                )
+            waiting = [t for t in self.teachings().values() if t.state not in ENDED]
+            if any(t.task == task.name for t in waiting):
+                raise Taken(f"a task named {task.name!r} is being taught already; wait for it.")
+            if len(waiting) >= MOST_TEACHINGS:
+                raise TooMany(f"{len(waiting)} tasks wait to be taught; try again later.")
+            self._forget_old_reports()
+            return self._queue(Teaching.of(task, replace_old, self.folder, self._owner.name))
 
     def go_on(self, name: str) -> Teaching:
         """Continue a teaching that was stopped."""
-        teaching = self.teaching(name)
-        if teaching.state != "stopped":
-            raise TaskError(f"teaching {name!r} is {teaching.state}; only a stopped one continues.")
-        return self._queue(teaching)
+        with self._changing, held(self.folder / FOLDER):
+            teaching = self.teaching(name)
+            if teaching.state != "stopped":
+                raise Taken(f"teaching {name!r} is {teaching.state}; only a stopped one continues.")
+            return self._queue(teaching)
+
+    def forget(self, name: str) -> None:
+        """Give up a teaching that has ended, and what was uploaded for it."""
+        with self._changing, held(self.folder / FOLDER):
+            teaching = self.teaching(name)
+            if teaching.state not in ENDED:
+                raise Taken(f"teaching {name!r} is {teaching.state}; cancel it first.")
+            teaching.forget(with_report=True)
 
     def cancel(self, name: str) -> Teaching:
         """Stop after the epoch under way, whichever process teaches it; it can be continued."""
         teaching = self.teaching(name)
         if teaching.state in ("done", "failed"):
-            raise TaskError(f"teaching {name!r} is {teaching.state} already.")
+            raise Taken(f"teaching {name!r} is {teaching.state} already.")
         teaching.ask_to_stop()
         return teaching
 
@@ -197,11 +222,11 @@ class Service:
             if teaching.is_to_stop or self._is_closed:
                 raise Stopped
 
-        stop_if_asked()
         # one at a time: each builds on the queue of the one before
-        with _held(self.folder / ".teach"):
+        with _held_unless(self.folder / FOLDER / "now.lock", stop_if_asked):
             self.refresh()
-            teacher = self._ready_teacher()
+            teacher = self._teacher
+            teacher.adopt(self.tuner.state)
             mark = _mark(teacher)
 
             def after_epoch(now: Progress) -> None:
@@ -222,26 +247,22 @@ class Service:
                 checkpoint=checkpoint,
                 resume=_still_fits(teaching.saved_fit(), mark),
             )
-            with self._change():
-                known = self.tuner.state.snapshots  # less what was removed meanwhile
-                new = teacher.state.snapshots[teaching.task]
-                self._commit(replace(teacher.state, snapshots={**known, teaching.task: new}))
+            new = teacher.state.snapshots[teaching.task]
+
+            def with_new(now: Any) -> Any:
+                """Tasks as they are now, less what was removed meanwhile; a queue that others changed stays theirs."""
+                base = teacher.state if _mark_of(self.tuner, now) == mark else now
+                return replace(base, snapshots=added(now.snapshots, new))
+
+            self._commit(with_new)
+            result["version"] = self.tuner.version(teaching.task)
         teaching.forget()
         teaching.say(state="done", result=_plain(result))
         log.info("taught task %r", teaching.task)
 
-    def _ready_teacher(self) -> QTuner:
-        """A tuner like ours, on modules of its own."""
-        if self._teacher is None:
-            settings = {**_fields(self.tuner.method_settings), **_fields(self.tuner.train_settings)}
-            self._teacher = QTuner(
-                self.tuner.backbone.twin(),
-                method=self.tuner.method_name,
-                seed=self.tuner.seed,
-                **settings,
-            )
-        self._teacher.adopt(self.tuner.state)
-        return self._teacher
+
+class Taken(TaskError):
+    """What is asked for stands against what is there."""
 
 
 class TooMany(QTuningError):
@@ -249,16 +270,26 @@ class TooMany(QTuningError):
 
 
 @contextmanager
-def _held(file: Path) -> Iterator[None]:
-    """A lock among processes; the system lets go of it when its holder dies."""
+def _held_unless(file: Path, stop_if_asked: Callable[[], None]) -> Iterator[None]:
+    """A lock among processes; one may be asked to stop while waiting for it."""
     with file.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        while True:
+            stop_if_asked()
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
         yield
 
 
 def _mark(tuner: QTuner) -> str:
     """By which one sees whether a training still stands on the same queue and shared prefix."""
-    tensors, facts = tuner.method.pack(tuner.state)
+    return _mark_of(tuner, tuner.state)
+
+
+def _mark_of(tuner: QTuner, state: Any) -> str:
+    tensors, facts = tuner.method.pack(state)
     parts = [tensors[name].detach().cpu().numpy().tobytes() for name in sorted(tensors)]
     return sha256_of(b"".join(parts) + repr(facts).encode())
 
@@ -268,10 +299,6 @@ def _still_fits(fit: FitState | None, mark: str) -> FitState | None:
     if fit is None or fit[1].get("mark") != mark:
         return None
     return fit[0], {key: value for key, value in fit[1].items() if key != "mark"}
-
-
-def _fields(settings: Any) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
 def _plain(result: Mapping[str, Any]) -> dict[str, Any]:

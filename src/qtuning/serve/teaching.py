@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import secrets
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Teaching:
     task: str
     replace: bool
     examples: dict[str, Any] = field(repr=False)
-    """What makes the task again, as JSON."""
+    """What makes the task again, as JSON; empty until it is needed."""
     state: str = "waiting"
     """waiting, running, stopped, done or failed."""
     epoch: int = 0
@@ -60,6 +61,8 @@ class Teaching:
     result: dict[str, Any] | None = None
     folder: Path = field(default=Path(), repr=False)
     """Of the collection's teachings."""
+    began: float = 0.0
+    """When it was accepted."""
     owner: str = ""
     """The process that teaches it; see `Owner`."""
 
@@ -75,7 +78,7 @@ class Teaching:
             "splits": list(task.splits) if task.splits else None,
         }
         new = cls(secrets.token_hex(6), task.name, replace, examples)
-        new.folder, new.owner = collection / FOLDER, owner
+        new.folder, new.owner, new.began = collection / FOLDER, owner, time.time()
         kept = {"id": new.id, "task": new.task, "replace": new.replace, "examples": examples}
         write_atomic(new._file("json"), json.dumps(kept).encode())
         new.say()
@@ -83,7 +86,7 @@ class Teaching:
 
     def make_task(self) -> Task:
         """The task that was uploaded."""
-        own = self.examples
+        own = self.examples or json.loads(self._file("json").read_bytes())["examples"]
         texts = [tuple(t) if isinstance(t, list) else t for t in own["texts"]]
         return Task(self.task, texts, own["labels"], own["label_names"], own["label_words"],
                     own["metric"], splits=own["splits"])  # fmt: skip
@@ -96,7 +99,7 @@ class Teaching:
         """Report, to other processes as well."""
         for name, value in news.items():
             setattr(self, name, value)
-        status = {**self.facts(), "owner": self.owner}
+        status = {**self.facts(), "owner": self.owner, "replace": self.replace, "began": self.began}
         write_atomic(self._file("status"), json.dumps(status).encode())
 
     def after_epoch(self, now: Progress) -> None:
@@ -169,27 +172,30 @@ def is_alive(collection: Path, owner: str) -> bool:
     return False
 
 
+def sweep_owners(collection: Path) -> None:
+    """Remove what processes left that were killed."""
+    for file in (collection / FOLDER).glob("*.owner"):
+        if not is_alive(collection, file.stem):
+            file.unlink(missing_ok=True)
+
+
 def read_teachings(collection: Path) -> dict[str, Teaching]:
     """All that is reported of a collection's teachings, oldest first."""
-    files = sorted((collection / FOLDER).glob("*.status"), key=lambda file: file.stat().st_mtime)
-    found = (read_teaching(collection, file.stem) for file in files)
-    return {teaching.id: teaching for teaching in found if teaching}
+    names = [file.stem for file in (collection / FOLDER).glob("*.status")]
+    found = filter(None, (read_teaching(collection, name) for name in names))
+    return {teaching.id: teaching for teaching in sorted(found, key=lambda t: (t.began, t.id))}
 
 
 def read_teaching(collection: Path, name: str) -> Teaching | None:
-    """One of them; one whose process died is stopped."""
+    """What is reported of one of them; one whose process died is stopped."""
     folder = collection / FOLDER
-    if not name.isalnum() or not (folder / f"{name}.status").exists():
-        return None
     try:
-        status = json.loads((folder / f"{name}.status").read_bytes())
-        upload = folder / f"{name}.json"
-        raw = json.loads(upload.read_bytes()) if upload.exists() else {}
-        found = Teaching(name, status["task"], raw.get("replace", False), raw.get("examples", {}))
-        for key in (*SHOWN, "owner"):
+        status = json.loads((folder / f"{name}.status").read_bytes()) if name.isalnum() else {}
+        found = Teaching(name, status["task"], status["replace"], {})
+        for key in (*SHOWN, "owner", "began"):
             setattr(found, key, status[key])
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # half written, or not ours
+        return None  # removed meanwhile, or not ours
     found.folder = folder
     if found.state not in ENDED and not is_alive(collection, found.owner):
         found.state, found.message = "stopped", "its process ended; it can be continued"
