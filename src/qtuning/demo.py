@@ -103,7 +103,8 @@ def run_demo(
         f"A page with the whole story: [bold]{page}[/bold]. Try next:\n"
         f'  {command} predict {output} "the soup was fine, the bill was not" --task sentiment-restaurants\n'
         f"  {command} show {output}\n"
-        f"  {command} learn {output} your-task.csv        [dim]# columns: text, label[/dim]",
+        f"  {command} learn {output} your-task.csv        [dim]# columns: text, label[/dim]\n"
+        f"  {command} serve {output}                      [dim]# a page to try and teach tasks[/dim]",
         soft_wrap=True,
     )
 
