@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,3 +81,18 @@ class PromptQueue:
             return self.rows
         prompts = self.rows.reshape(-1, self.prompt_length, self.rows.shape[1])
         return prompts.flip(0).reshape(self.rows.shape)
+
+
+def shares_kept(prompts: Sequence[Tensor], queue: Tensor) -> list[float]:
+    """Of each prompt [l, d], the share (of squared length) that lies in the span of the queue [n, d].
+
+    1 while a prompt is in the queue whole, less after each trim.
+    """
+    basis = torch.linalg.svd(queue.double(), full_matrices=False)
+    kept = basis.Vh[1e-9 * basis.S.max() < basis.S]
+    shares = []
+    for prompt in prompts:
+        rows = prompt.double()
+        inside = float((rows @ kept.T).square().sum() / rows.square().sum())
+        shares.append(round(min(max(inside, 0.0), 1.0), 4))
+    return shares

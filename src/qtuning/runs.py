@@ -35,6 +35,7 @@ from qtuning.lanes import Report
 from qtuning.methods import list_methods, make_method
 from qtuning.presets import get_preset
 from qtuning.protocols import PROTOCOLS
+from qtuning.queue import shares_kept
 from qtuning.records import (
     SCHEMA,
     RunJournal,
@@ -294,15 +295,5 @@ def _queue_keeps(stored: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
     """
     if "queue" not in stored[0]:
         return []
-    found = []
-    for i in range(len(stored)):
-        queue = stored[i]["queue"].double()
-        basis = torch.linalg.svd(queue, full_matrices=False)
-        kept = basis.Vh[1e-9 * basis.S.max() < basis.S]
-        row = []
-        for j in range(i + 1):
-            prompt = stored[j]["prompt"].double()
-            inside = (prompt @ kept.T).square().sum() / prompt.square().sum()
-            row.append(round(min(max(float(inside), 0.0), 1.0), 4))
-        found.append(row)
-    return found
+    prompts = [tensors["prompt"] for tensors in stored]
+    return [shares_kept(prompts[: i + 1], own["queue"]) for i, own in enumerate(stored)]

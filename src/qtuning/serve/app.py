@@ -130,12 +130,11 @@ def make_app(service: Service, limits: Limits | None = None) -> FastAPI:
     _add_teaching(app, desk)
     _add_health(app, desk)
     page = Path(str(files("qtuning") / "serve" / "page"))
-    if (page / "index.html").exists():
-        app.mount("/page", StaticFiles(directory=page), name="page")
+    app.mount("/page", StaticFiles(directory=page), name="page")
 
-        @app.get("/", include_in_schema=False)
-        async def index() -> Response:
-            return Response((page / "index.html").read_bytes(), media_type="text/html")
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return Response((page / "index.html").read_bytes(), media_type="text/html")
 
     return app
 

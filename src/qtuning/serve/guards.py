@@ -71,7 +71,7 @@ class Guard:
 
         try:
             self._admit(scope)
-            await self.app(scope, self._limited(scope, receive), sent)
+            await self.app(scope, self._limited(receive), sent)
         except Refusal as refusal:
             if not has_begun:
                 said = {"detail": refusal.detail}
@@ -108,7 +108,7 @@ class Guard:
         given = headers.get(b"authorization", b"")
         return hmac.compare_digest(given, f"Bearer {self.token}".encode())
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive) -> Receive:
         """A body may be neither too long nor too slow, whatever its headers say."""
         size, deadline = 0, time.monotonic() + self.body_seconds
         is_whole = False

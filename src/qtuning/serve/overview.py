@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qtuning.keys import directions
+from qtuning.queue import shares_kept
 from qtuning.tuner import QTuner
 
 
@@ -39,15 +39,10 @@ def queue_of(tuner: QTuner) -> dict[str, Any]:
     queue = getattr(state, "queue", None)
     kept: list[float | None] = [None] * len(snapshots)
     if queue is not None and len(queue.rows):
-        first = settings.shared_length
-        for i, snapshot in enumerate(snapshots.values()):
-            size = settings.prompt_length
-            own = (
-                snapshot.rows[first : first + size]
-                if settings.newest_first
-                else snapshot.rows[-size:]
-            )
-            kept[i] = share_inside(own, queue.rows)
+        size, first = settings.prompt_length, settings.shared_length
+        own = slice(first, first + size) if settings.newest_first else slice(-size, None)
+        # rows of a snapshot are scaled, which turns them a little: one in the queue whole may show 0.99
+        kept = [*shares_kept([each.rows[own] for each in snapshots.values()], queue.rows)]
     scales = [
         {"task": name, "values": [round(value, 4) for value in snapshot.facts["scale_u"]]}
         for name, snapshot in snapshots.items()
@@ -65,16 +60,6 @@ def queue_of(tuner: QTuner) -> dict[str, Any]:
         "scales": scales,
         "similarity": similarity,
     }
-
-
-def share_inside(rows: Tensor, queue: Tensor) -> float:
-    """Of rows [l, d], the share (of squared length) that lies in the span of the queue [n, d].
-
-    Rows of a snapshot are scaled, which turns them a little: a prompt that is in the queue whole may show 0.99.
-    """
-    basis = torch.linalg.svd(queue.double(), full_matrices=False)
-    inside = rows.double() @ basis.Vh[1e-9 * basis.S.max() < basis.S].T
-    return round(float(inside.square().sum() / rows.double().square().sum()), 4)
 
 
 def _cosine(a: Any, b: Any) -> float:

@@ -227,7 +227,7 @@ class Service:
             self.refresh()
             teacher = self._teacher
             teacher.adopt(self.tuner.state)
-            mark = _mark(teacher)
+            mark = _mark(teacher, teacher.state)
 
             def after_epoch(now: Progress) -> None:
                 teaching.after_epoch(now)
@@ -251,7 +251,7 @@ class Service:
 
             def with_new(now: Any) -> Any:
                 """Tasks as they are now, less what was removed meanwhile; a queue that others changed stays theirs."""
-                base = teacher.state if _mark_of(self.tuner, now) == mark else now
+                base = teacher.state if _mark(self.tuner, now) == mark else now
                 return replace(base, snapshots=added(now.snapshots, new))
 
             self._commit(with_new)
@@ -283,12 +283,8 @@ def _held_unless(file: Path, stop_if_asked: Callable[[], None]) -> Iterator[None
         yield
 
 
-def _mark(tuner: QTuner) -> str:
+def _mark(tuner: QTuner, state: Any) -> str:
     """By which one sees whether a training still stands on the same queue and shared prefix."""
-    return _mark_of(tuner, tuner.state)
-
-
-def _mark_of(tuner: QTuner, state: Any) -> str:
     tensors, facts = tuner.method.pack(state)
     parts = [tensors[name].detach().cpu().numpy().tobytes() for name in sorted(tensors)]
     return sha256_of(b"".join(parts) + repr(facts).encode())

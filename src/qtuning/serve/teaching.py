@@ -48,8 +48,6 @@ class Teaching:
     id: str
     task: str
     replace: bool
-    examples: dict[str, Any] = field(repr=False)
-    """What makes the task again, as JSON; empty until it is needed."""
     state: str = "waiting"
     """waiting, running, stopped, done or failed."""
     epoch: int = 0
@@ -69,27 +67,19 @@ class Teaching:
     @classmethod
     def of(cls, task: Task, replace: bool, collection: Path, owner: str) -> Teaching:
         """A new one, waiting; what was uploaded is on disk."""
-        examples = {
-            "texts": [list(t) if isinstance(t, tuple) else t for t in task.texts],
-            "labels": list(task.labels),
-            "label_names": list(task.label_names),
-            "label_words": dict(task.label_words or {}),
-            "metric": task.metric,
-            "splits": list(task.splits) if task.splits else None,
-        }
-        new = cls(secrets.token_hex(6), task.name, replace, examples)
+        new = cls(secrets.token_hex(6), task.name, replace)
         new.folder, new.owner, new.began = collection / FOLDER, owner, time.time()
-        kept = {"id": new.id, "task": new.task, "replace": new.replace, "examples": examples}
+        names = ("texts", "labels", "label_names", "label_words", "metric", "splits")
+        kept = {name: getattr(task, name) for name in names}
         write_atomic(new._file("json"), json.dumps(kept).encode())
         new.say()
         return new
 
     def make_task(self) -> Task:
         """The task that was uploaded."""
-        own = self.examples or json.loads(self._file("json").read_bytes())["examples"]
-        texts = [tuple(t) if isinstance(t, list) else t for t in own["texts"]]
-        return Task(self.task, texts, own["labels"], own["label_names"], own["label_words"],
-                    own["metric"], splits=own["splits"])  # fmt: skip
+        kept = json.loads(self._file("json").read_bytes())
+        texts = [tuple(t) if isinstance(t, list) else t for t in kept.pop("texts")]
+        return Task(self.task, texts, **kept)
 
     def facts(self) -> dict[str, Any]:
         """What a client sees."""
@@ -191,7 +181,7 @@ def read_teaching(collection: Path, name: str) -> Teaching | None:
     folder = collection / FOLDER
     try:
         status = json.loads((folder / f"{name}.status").read_bytes()) if name.isalnum() else {}
-        found = Teaching(name, status["task"], status["replace"], {})
+        found = Teaching(name, status["task"], status["replace"])
         for key in (*SHOWN, "owner", "began"):
             setattr(found, key, status[key])
     except (OSError, ValueError, TypeError, KeyError):
