@@ -14,6 +14,7 @@ from qtuning.eviction import EVICTIONS
 
 RETENTIONS = ("kl", "jsd", "none")
 SHARED_SCHEDULES = ("all", "algorithm1")
+WARM_STARTS = ("none", "loss", "key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,14 @@ class MethodSettings:
     """Let the scale reweigh the current prompt too, as the paper does."""
     newest_first: bool = False
     """Put newer prompts before older ones (the order of ProgPrompt's code)."""
+    old_scale: float = 1.0
+    """What the scale of the queue's rows starts from (paper: 1)."""
+    fill_queue: bool = False
+    """Begin with a queue full of vocabulary rows, so that the first tasks have as many rows as the last."""
+    thaw: bool = False
+    """Train a copy of the queue's rows for the task, which its snapshot keeps; the queue stays as it is."""
+    warm_start: str = "none"
+    """Where the new prompt starts: none (vocabulary), or the earlier task with the lowest loss or the nearest key."""
     mlp: bool = False
     """Train prompts through a residual MLP, baked at the end of the task."""
     mlp_hidden: int = 512
@@ -72,15 +81,16 @@ class MethodSettings:
     def __post_init__(self) -> None:
         _at_least(self, 1, "prompt_length", "queue_size", "mlp_hidden", "replay_every")
         _at_least(self, 1, "neighbours", "pseudo_samples")
-        _at_least(self, 0, "shared_length", "memory_factor", "replay_share", "ewc_strength")
+        _at_least(self, 0, "shared_length", "old_scale", "memory_factor", "replay_share")
         _at_least(self, 0, "local_steps", "local_lr", "local_penalty", "idbr_strength", "lm_weight")
-        _at_least(self, 0, "pseudo_share")
+        _at_least(self, 0, "pseudo_share", "ewc_strength")
         _at_most(self, 0.99, "pseudo_share")
         _at_most(self, 4096, "prompt_length", "shared_length")
         _at_most(self, 100_000, "queue_size", "mlp_hidden")
         _one_of(self, "eviction", tuple(EVICTIONS))
         _one_of(self, "retention", RETENTIONS)
         _one_of(self, "shared_schedule", SHARED_SCHEDULES)
+        _one_of(self, "warm_start", WARM_STARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,8 @@ class TrainSettings:
     """Learning rate of the scale's two vectors, which start at 1."""
     shared_lr: float = 1e-2
     """Learning rate of the shared prefix."""
+    queue_lr: float = 1e-2
+    """Learning rate of a task's own copy of the queue's rows, with `thaw`."""
     mlp_lr: float = 1e-3
     """Learning rate of the residual MLPs."""
     head_lr: float = 1e-2

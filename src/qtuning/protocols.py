@@ -1,8 +1,9 @@
-"""Which rows train, validate and test: three protocols under one signature.
+"""Which rows train, validate and test: four protocols under one signature.
 
 `given` is `Task.split`: the marks of the rows, or what is left over. `progprompt` does what the code of
 ProgressivePrompts does (its evaluation rows are halved into validation and test); `paper` does what the Q-tuning
-paper writes (validation held out from train, the official evaluation split as test).
+paper writes (validation held out from train, the official evaluation split as test). `tuning` takes all three parts
+from the training rows, so that settings can be chosen on a data set whose test rows are reported elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def make_split(
     """The rows of a run.
 
     Args:
-        protocol: `given`, `progprompt` or `paper`.
+        protocol: `given`, `progprompt`, `paper` or `tuning`.
         task: With its rows marked train and test.
         shots: Training rows per class; 0 takes all.
         seed: Of the run.
@@ -89,6 +90,21 @@ def _paper(task: Task, shots: int, seed: int, validation_limit: int) -> Split:
     return Split(task.pick(train), task.pick(validation), task.pick(test), ())
 
 
+def _tuning(task: Task, shots: int, seed: int, validation_limit: int) -> Split:
+    """Training rows alone: K per class to train, half of the rest to validate and half to test on."""
+    pool, _ = _pools(task)
+    train = _per_class(task, pool, task.label_ids, shots, f"train-{seed}")
+    taken = set(train)
+    rest = [i for i in pool if i not in taken]
+    rest = _per_class(task, rest, task.label_ids, 2 * PAPER_VALIDATION, "tuning")
+    order = numpy_generator("tuning-halves", task.name).permutation(len(rest))
+    validation, test = ([rest[i] for i in order[k::2]] for k in (0, 1))
+    validation = _per_class(
+        task, validation, task.label_ids, validation_limit, f"validation-{seed}"
+    )
+    return Split(task.pick(train), task.pick(validation), task.pick(test), ())
+
+
 def _pools(task: Task) -> tuple[list[int], list[int]]:
     marks = task.splits or ()
     train = [i for i, mark in enumerate(marks) if mark == "train"]
@@ -116,4 +132,5 @@ PROTOCOLS: dict[str, Callable[[Task, int, int, int], Split]] = {
     "given": _given,
     "progprompt": _progprompt,
     "paper": _paper,
+    "tuning": _tuning,
 }

@@ -60,7 +60,7 @@ class RunConfig:
     method: str = "q-tuning"
     model: str = "minilm"
     protocol: str = ""
-    """`progprompt`, `paper` or `given`; by default progprompt for the paper's streams."""
+    """`given`, `progprompt`, `paper` or `tuning`; by default the stream's: progprompt for the paper's."""
     dtype: str = "fp32"
     readout: str = "mean"
     max_length: int | None = None
@@ -74,7 +74,7 @@ class RunConfig:
     def resolved(self) -> RunConfig:
         """With every default filled in and every name checked; no model is loaded for it."""
         stream = get_stream(self.stream)
-        protocol = self.protocol or ("progprompt" if stream.name.startswith("order-") else "given")
+        protocol = self.protocol or stream.protocol
         if protocol not in PROTOCOLS:
             raise ConfigError(unknown("protocol", protocol, PROTOCOLS))
         if self.method not in list_methods():
@@ -271,6 +271,7 @@ def result_of(
             "torch": torch.__version__,
             "transformers": version("transformers"),
             "device": torch.cuda.get_device_name() if backbone.device.type == "cuda" else "cpu",
+            "float32_products": torch.get_float32_matmul_precision(),
         },
         "began": began.isoformat(timespec="seconds"),
         "ended": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -32,6 +32,7 @@ GROUPS = {
     "u": "scale_lr",
     "v": "scale_lr",
     "shared": "shared_lr",
+    "queue_rows": "queue_lr",
     "mlp": "mlp_lr",
     "shared_mlp": "mlp_lr",
     "head": "head_lr",
@@ -114,7 +115,7 @@ class LaneStack:
         self.first = {name: torch.zeros_like(t) for name, t in self.trained.items()}
         self.second = {name: torch.zeros_like(t) for name, t in self.trained.items()}
         self.best = {name: t.detach().clone() for name, t in self.trained.items()}
-        self.queue = self.fixed["queue_rows"].shape[1]
+        self.queue = {**self.fixed, **self.trained}["queue_rows"].shape[1]
         self.rows = self.bank().shape[0] // len(lanes)
         classes = [len(lane.answers.sequences) for lane in lanes]
         self.classes = torch.tensor(classes, device=backbone.device)

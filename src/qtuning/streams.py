@@ -17,6 +17,7 @@ CARD_KEYS = {"name", "version", "description", "group", "licence", "labels", "la
 CARD_OPTIONS = {"file", "hub", "fields", "metrics", "pairs", "question_id"}
 HUB_KEYS = {"id", "config", "label", "test", "columns", "first_label"}
 STREAM_KEYS = {"name", "version", "description", "tasks"}
+STREAM_OPTIONS = {"protocol"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Stream:
     name: str
     description: str
     tasks: tuple[str, ...]
+    protocol: str = "given"
+    """Which rows train, validate and test, unless a run says otherwise; see `protocols`."""
 
 
 @cache
@@ -103,7 +106,7 @@ def read_card(raw: Mapping[str, Any], source: str) -> Card:
 
 def read_stream(raw: Mapping[str, Any], source: str) -> Stream:
     """A stream whose tasks are known, or are files."""
-    _check_keys(raw, STREAM_KEYS, set(), source)
+    _check_keys(raw, STREAM_KEYS, STREAM_OPTIONS, source)
     tasks = raw["tasks"]
     if not isinstance(tasks, list) or not tasks:
         raise ConfigError(f"{source}: tasks must be a list of names, got {tasks!r}.")
@@ -113,7 +116,8 @@ def read_stream(raw: Mapping[str, Any], source: str) -> Stream:
     for task in tasks:
         if not is_file_name(task) and task not in list_tasks():
             raise ConfigError(f"{source}: {unknown('task', str(task), list_tasks())}")
-    return Stream(str(raw["name"]), str(raw["description"]), tuple(tasks))
+    protocol = str(raw.get("protocol", "given"))
+    return Stream(str(raw["name"]), str(raw["description"]), tuple(tasks), protocol)
 
 
 def is_file_name(task: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 MOST_SHAPES = 64
+DYNAMIC = False
 
 
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -28,7 +29,7 @@ def compiled(layers: list[torch.nn.Module]) -> Iterator[None]:
     with many_shapes(), ExitStack() as undo:
         for layer in layers:
             undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
-            layer.compile(dynamic=False)  # cheap: what was compiled before is found again
+            layer.compile(dynamic=DYNAMIC)  # cheap: what was compiled before is found again
         yield
 
 

@@ -29,6 +29,7 @@ from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task
 from qtuning.tensors import part
+from qtuning.warm_start import find_source
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,12 @@ class QTuning:
             settings.newest_first,
             backbone.lane_dtype,
         )
+        if settings.fill_queue:
+            count = settings.prompt_length * (settings.queue_size - 1)
+            drawn = sample_vocabulary_rows(
+                backbone.embed, backbone.vocabulary(), count, torch_generator(seed, "queue")
+            )
+            queue = replace(queue, rows=drawn.to("cpu", backbone.lane_dtype))
         generator = torch_generator(seed, "shared-prefix")
         shared = sample_vocabulary_rows(
             backbone.embed, backbone.vocabulary(), settings.shared_length, generator
@@ -146,6 +153,8 @@ class QTuningLane:
         self.queue = state.queue.with_room(self._generator("eviction"))
         words = [self.card.label_words[name] for name in self.card.label_names]
         self.answers = backbone.answers(words)
+        self.source = find_source(backbone, settings, state.snapshots, split, self.answers)
+        """The earlier task that the new prompt starts from, if any."""
         self._make_tensors()
         rows, longest = len(self.layout(self.tensors)), self.answers.longest
         self.train: Sequence[Tokens] = backbone.tokenize(split.train.texts, rows, longest)
@@ -165,16 +174,11 @@ class QTuningLane:
         queue_rows = self.queue.in_order()
         self.trained: dict[str, Tensor] = {}
         """Tensors the engine moves, by name; the first word is the learning-rate group (see `stack.GROUPS`)."""
-        self.fixed: dict[str, Tensor] = {"queue_rows": queue_rows}
-        prompt = sample_vocabulary_rows(
-            backbone.embed,
-            backbone.vocabulary(),
-            settings.prompt_length,
-            self._generator("prompt"),
-        )
+        self.fixed: dict[str, Tensor] = {}
+        (self.trained if settings.thaw else self.fixed)["queue_rows"] = queue_rows
         # every task begins with W = 1: after a trim, rows have no counterpart in the last task (A4)
         scale = {
-            "u.queue": torch.ones(len(queue_rows)),
+            "u.queue": torch.full((len(queue_rows),), settings.old_scale),
             "u.prompt": torch.ones(settings.prompt_length),
             "v": torch.ones(dim),
         }
@@ -184,7 +188,7 @@ class QTuningLane:
         self.trains_shared = settings.shared_length > 0 and (
             settings.shared_schedule == "all" or first_or_evicting
         )
-        self.trained["prompt"] = prompt
+        self.trained["prompt"] = self._first_prompt()
         (self.trained if settings.scale else self.fixed).update(scale)
         (self.trained if self.trains_shared else self.fixed).update(shared)
         if settings.mlp:
@@ -198,6 +202,19 @@ class QTuningLane:
         for tensors in (self.trained, self.fixed):
             for name, tensor in tensors.items():
                 tensors[name] = tensor.detach().clone().to(backbone.device, dtype)
+
+    def _first_prompt(self) -> Tensor:
+        """[l, d] that training starts from: drawn from the vocabulary, or the source's own prompt."""
+        settings = self.settings
+        if self.source is None:
+            return sample_vocabulary_rows(
+                self.backbone.embed,
+                self.backbone.vocabulary(),
+                settings.prompt_length,
+                self._generator("prompt"),
+            )
+        first = settings.shared_length if settings.newest_first else -settings.prompt_length
+        return self.source.rows[first:][: settings.prompt_length]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -237,7 +254,7 @@ class QTuningLane:
         """Where this lane's rows stand in a layout whose queue was padded to that many rows."""
         shared, prompt = self.settings.shared_length, self.settings.prompt_length
         before = prompt if self.settings.newest_first else 0
-        queue = range(shared + before, shared + before + len(self.fixed["queue_rows"]))
+        queue = range(shared + before, shared + before + len(self.queue.rows))
         after = shared + (0 if self.settings.newest_first else longest_queue)
         new = range(after, after + prompt)
         old_and_new = [*new, *queue] if self.settings.newest_first else [*queue, *new]
@@ -292,6 +309,7 @@ class QTuningLane:
             "split": self.sizes,
             "rows": len(layout),
             "evicted": self.evicting,
+            **({"source": self.source.card.name} if self.source else {}),
             "scale_u": [*own["u.queue"].tolist(), *own["u.prompt"].tolist()],
         }
         snapshot = Snapshot(

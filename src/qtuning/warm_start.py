@@ -1,0 +1,79 @@
+"""Where a new prompt starts: from the earlier task that helps most, instead of from the vocabulary.
+
+A departure from the paper (`warm_start`). `loss` asks which finished prompt, as it stands, explains the new task's
+training examples best; `key` which task's texts lie nearest. Both look at a few tasks, those with
+the nearest keys, so that the cost of a task does not grow with the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from qtuning.backbones import AnswerSet, Backbone, Row
+from qtuning.config import MethodSettings
+from qtuning.errors import ConfigError
+from qtuning.keys import directions, read_features
+from qtuning.objectives import IGNORE, cross_entropy
+from qtuning.scoring import read_all
+from qtuning.snapshots import Snapshot
+from qtuning.tasks import Rows, Split
+
+CANDIDATES = 10
+"""Tasks that are asked, at most."""
+JUDGED_ROWS = 64
+"""Training examples that the losses are measured on, at most."""
+
+
+def find_source(
+    backbone: Backbone,
+    settings: MethodSettings,
+    snapshots: Mapping[str, Snapshot],
+    split: Split,
+    answers: AnswerSet,
+) -> Snapshot | None:
+    """The snapshot that the new prompt starts from; None to start from the vocabulary."""
+    if settings.warm_start == "none" or not snapshots:
+        return None
+    places = range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS))
+    train = split.train.at(list(places))
+    near = nearest_first(backbone, list(snapshots.values()), train)
+    if settings.warm_start == "key":
+        return near[0]
+    if backbone.needs_head:
+        raise ConfigError(
+            f"warm_start 'loss' needs a model that writes its answers, and {backbone.name!r} has no head for a "
+            f"task before it is learnt; use warm_start 'key'."
+        )
+    return min(
+        near[:CANDIDATES], key=lambda each: loss_under(backbone, each, train, answers)
+    )
+
+
+def nearest_first(backbone: Backbone, snapshots: list[Snapshot], train: Rows) -> list[Snapshot]:
+    """Snapshots in the order of their keys' similarity to these texts; those without a key last, newest first."""
+    features = read_features(backbone, train.texts)
+
+    def similarity(snapshot: Snapshot) -> float:
+        key = snapshot.key
+        if key is None:
+            return -2.0
+        return float((directions(features, key.mean, key.spread) @ key.vector).mean())
+
+    return sorted(reversed(snapshots), key=similarity, reverse=True)
+
+
+@torch.no_grad()
+def loss_under(backbone: Backbone, snapshot: Snapshot, train: Rows, answers: AnswerSet) -> float:
+    """The training loss (Eq. 8) of these examples under another task's finished prompt."""
+    bank = snapshot.rows.to(backbone.device)
+    tokens = backbone.tokenize(train.texts, len(bank), answers.longest)
+    own = [answers.sequences[label] for label in train.labels]
+    rows = [Row(t, range(len(bank)), (a[:-1],)) for t, a in zip(tokens, own, strict=True)]
+    hidden = read_all(backbone, rows, bank)
+    steps = hidden.shape[1]
+    targets = torch.tensor([[*a, *[IGNORE] * (steps - len(a))] for a in own], device=bank.device)
+    logits: Tensor = backbone.logits(hidden, None)
+    return float(cross_entropy(logits, targets))
