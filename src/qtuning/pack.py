@@ -15,7 +15,9 @@ from qtuning.scoring import Quiz, stack_heads
 from qtuning.stack import Batches, Lane, LaneStack
 
 BUCKET = 8
-"""Positions by which the lengths of compiled steps differ, for each 128 positions."""
+"""Positions by which the lengths of captured steps differ at least, for each 128 positions."""
+STEPS_PER_SHAPE = 64
+"""Capturing a shape costs about as much as replaying it so often."""
 NARROW = 0.75
 """Retention gets a pass of its own when its sequences are shorter than this share of the others."""
 
@@ -49,12 +51,26 @@ class Pack:
                 for r in rows
             ]
         )  # fmt: skip
+        self.steps = max(
+            settings.epochs * -(-len(lane.train) // settings.batch_size) for lane in self.lanes
+        )
+        self.longest = self._longest()
         in_stacks = torch.tensor([i for own in self.members for i in own], device=backbone.device)
         self.order = in_stacks.argsort()
         self.graphs = StepGraphs(self.compute, backbone.device)
         self.losses: list[Tensor] = []
         """[lanes] for each step since `take_losses`, on the device."""
         self._quizzes: dict[tuple[int, ...], Quiz] = {}
+
+    def _longest(self) -> Widths:
+        """Positions of the longest row, and of the longest under the shared prefix alone."""
+        whole, shared = [], []
+        for stack, table in zip(self.stacks, self.tables, strict=True):
+            size = len(stack.targets)
+            whole.append(self._width(np.arange(table, table + size)))
+            if stack.teacher is not None:
+                shared.append(self._width(np.arange(table + size, table + 2 * size)))
+        return max(whole), max(shared, default=0)
 
     # ── training ─────────────────────────────────────────────────────────────────────────────
 
@@ -67,16 +83,19 @@ class Pack:
         """
         inputs, widths = self.plan(batches, counts)
         if self.backbone.is_captured or self.backbone.is_compiled:
-            wide, narrow = (self._bucket(width) for width in widths)
+            wide, narrow = map(self._bucket, widths, self.longest)
             self.losses.append(self.graphs.step(inputs, (wide, narrow)))
         else:
             self.losses.append(self.compute(inputs, widths))
 
-    def _bucket(self, width: int) -> int:
-        """The next of a few widths, so that there are few shapes to compile."""
-        unit = BUCKET * max(1, width // 128)
-        rounded = -(-width // unit) * unit
-        return max(width, min(rounded, self.backbone.max_length))
+    def _bucket(self, width: int, longest: int) -> int:
+        """The next of a few widths up to the longest: fewer, the fewer steps there are to repay them."""
+        if not width:
+            return 0
+        shapes = max(1, self.steps // STEPS_PER_SHAPE)
+        unit = max(-(-longest // shapes), BUCKET * max(1, width // 128))
+        unit = -(-unit // BUCKET) * BUCKET
+        return longest - (longest - width) // unit * unit
 
     def plan(
         self, batches: Sequence[Sequence[int]], counts: Sequence[int]

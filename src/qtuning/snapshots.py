@@ -144,7 +144,22 @@ def added(snapshots: dict[str, Snapshot], new: Snapshot) -> dict[str, Snapshot]:
 
 def predict_log_probs(backbone: Backbone, snapshot: Snapshot, texts: Sequence[Text]) -> Tensor:
     """Log-probabilities [texts, labels] of one task, on the CPU; the same bytes whenever it is asked."""
-    answerer = snapshot.answerer(backbone)
-    tokens = backbone.tokenize(texts, len(snapshot.rows), answerer.answers.longest)
-    found = score(backbone, [Query(answerer, each) for each in tokens])
-    return torch.stack(found).cpu() if found else torch.zeros(0, len(snapshot.card.label_names))
+    return predict_together(backbone, [(snapshot, texts)])[0]
+
+
+def predict_together(
+    backbone: Backbone, asked: Sequence[tuple[Snapshot, Sequence[Text]]]
+) -> list[Tensor]:
+    """The same for several tasks in one go: [texts, labels] of each."""
+    queries: list[Query] = []
+    for snapshot, texts in asked:
+        answerer = snapshot.answerer(backbone)
+        tokens = backbone.tokenize(texts, len(snapshot.rows), answerer.answers.longest)
+        queries += [Query(answerer, each) for each in tokens]
+    found = iter(score(backbone, queries))
+    return [
+        torch.stack([next(found) for _ in texts]).cpu()
+        if texts
+        else torch.zeros(0, len(snapshot.card.label_names))
+        for snapshot, texts in asked
+    ]

@@ -23,7 +23,14 @@ from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import Method
 from qtuning.protocols import make_split
 from qtuning.seeding import numpy_generator
-from qtuning.snapshots import Snapshot, TaskCard, answering, predict_log_probs
+from qtuning.snapshots import (
+    Snapshot,
+    TaskCard,
+    answering,
+    answers_from_snapshots,
+    predict_log_probs,
+    predict_together,
+)
 from qtuning.tasks import Rows, Split, Task, Text
 
 INNER_CELL_ROWS = 64
@@ -191,16 +198,14 @@ def _measure_taught(
         run.when_learnt[tasks[i - 1].name] = torch.zeros(0)
         return
     finders = {p: Finder(keys_of(run.state.snapshots, p)) for p in (False, True)} if is_last else {}
-    for j, task in enumerate(tasks[:i]):
+    if not is_last:
+        _measure_inner(run, i, backbone, tasks[: i - 1], evaluate_with, inner_rows)
+    for j, task in enumerate(tasks[:i]) if is_last else [(i - 1, tasks[i - 1])]:
         rows = run.splits[task.name].test
         sample = _sample_places(len(rows), task.name, inner_rows)
-        whole = is_last or j == i - 1
-        rows = rows if whole else rows.at(sample)
         found = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
         run.matrix[i, j] = _score(task, rows, found)
-        run.sampled[i, j] = (
-            _score(task, rows.at(sample), found[sample]) if whole else run.matrix[i, j]
-        )
+        run.sampled[i, j] = _score(task, rows.at(sample), found[sample])
         if j == i - 1:
             run.when_learnt[task.name] = found
         if is_last:
@@ -214,6 +219,32 @@ def _measure_taught(
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
             run.found[task.name] = _task_free(finders[task.is_pair], backbone, task, rows, guess)
+
+
+def _measure_inner(
+    run: StreamRun,
+    i: int,
+    backbone: Backbone,
+    earlier: Sequence[Task],
+    evaluate_with: str,
+    inner_rows: int | None,
+) -> None:
+    """Row i of the matrix left of its diagonal, on a few rows of each task; in one go where that is possible."""
+    asked: list[Rows] = []
+    for task in earlier:
+        rows = run.splits[task.name].test
+        asked.append(rows.at(_sample_places(len(rows), task.name, inner_rows)))
+    if answers_from_snapshots(run.state) and evaluate_with == "snapshot":
+        snapshots = [run.state.snapshots[task.name] for task in earlier]
+        pairs = [(own, rows.texts) for own, rows in zip(snapshots, asked, strict=True)]
+        found = predict_together(backbone, pairs)
+    else:
+        found = [
+            _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
+            for task, rows in zip(earlier, asked, strict=True)
+        ]
+    for j, (task, rows, own) in enumerate(zip(earlier, asked, found, strict=True)):
+        run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, own)
 
 
 def _task_free(

@@ -8,6 +8,7 @@ the nearest keys, so that the cost of a task does not grow with the stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from qtuning.keys import directions, read_features
 from qtuning.objectives import IGNORE, cross_entropy
 from qtuning.scoring import read_all
 from qtuning.snapshots import Snapshot
+from qtuning.stack import NO_CLASS
 from qtuning.tasks import Rows, Split
 
 CANDIDATES = 10
@@ -37,6 +39,9 @@ def find_source(
     """The snapshot that the new prompt starts from; None to start from the vocabulary."""
     if settings.warm_start == "none" or not snapshots:
         return None
+    if settings.warm_start == "mean":
+        known = list(snapshots.values())
+        return replace(known[-1], rows=torch.stack([each.rows for each in known]).mean(dim=0))
     places = range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS))
     train = split.train.at(list(places))
     near = nearest_first(backbone, list(snapshots.values()), train)
@@ -48,7 +53,8 @@ def find_source(
             f"task before it is learnt; use warm_start 'key'."
         )
     return min(
-        near[:CANDIDATES], key=lambda each: loss_under(backbone, each, train, answers)
+        near[:CANDIDATES],
+        key=lambda each: loss_under(backbone, each, train, answers, settings.loss_over == "labels"),
     )
 
 
@@ -66,7 +72,9 @@ def nearest_first(backbone: Backbone, snapshots: list[Snapshot], train: Rows) ->
 
 
 @torch.no_grad()
-def loss_under(backbone: Backbone, snapshot: Snapshot, train: Rows, answers: AnswerSet) -> float:
+def loss_under(
+    backbone: Backbone, snapshot: Snapshot, train: Rows, answers: AnswerSet, among_labels: bool
+) -> float:
     """The training loss (Eq. 8) of these examples under another task's finished prompt."""
     bank = snapshot.rows.to(backbone.device)
     tokens = backbone.tokenize(train.texts, len(bank), answers.longest)
@@ -76,4 +84,8 @@ def loss_under(backbone: Backbone, snapshot: Snapshot, train: Rows, answers: Ans
     steps = hidden.shape[1]
     targets = torch.tensor([[*a, *[IGNORE] * (steps - len(a))] for a in own], device=bank.device)
     logits: Tensor = backbone.logits(hidden, None)
+    if among_labels:
+        used = torch.tensor(sorted({t for sequence in answers.sequences for t in sequence}))
+        others = torch.ones(logits.shape[-1], dtype=torch.bool).index_fill(0, used, False)
+        logits = logits.masked_fill(others.to(logits.device), NO_CLASS)
     return float(cross_entropy(logits, targets))

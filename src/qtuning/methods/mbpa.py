@@ -28,7 +28,7 @@ from qtuning.methods.replaying import WithMemory, recall
 from qtuning.objectives import cross_entropy
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Text
-from qtuning.weights import Examples, Hooks, write_weights
+from qtuning.weights import Examples, Hooks
 
 
 def nearest(key: Tensor, keys: Tensor, count: int) -> list[int]:
@@ -108,7 +108,8 @@ class MBPAState(WeightState):
             head = heads.get(name)
             yield model, replace(snapshot, head=head.detached()) if head else snapshot
         finally:
-            write_weights(self.worker, self.weights)
+            with torch.no_grad():
+                torch._foreach_copy_(own, base)
 
     def _neighbours(self, text: Text, heads: dict[str, Head]) -> Together:
         """The nearest stored examples, of whichever tasks."""
