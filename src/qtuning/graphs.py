@@ -28,6 +28,22 @@ class _Captured:
     losses: Tensor
 
 
+def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
+    """Take the same step so often, on tensors that it changes in place; on a card all but the first are replays."""
+    if device.type != "cuda" or times < 4:
+        for _ in range(times):
+            step()
+        return
+    step()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(times - 1):
+        graph.replay()
+    torch.cuda.synchronize(device)  # before the graph and its memory go
+
+
 class StepGraphs:
     """The captured steps of one pack, by the widths of their sequences; on a CPU, plain steps."""
 

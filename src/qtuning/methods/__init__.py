@@ -76,6 +76,7 @@ REPLAY_GRID = {"weights_lr": (0.3, 1.0, 3.0), "replay_share": (1.0, 25.0)}
 _REGISTRY: dict[str, MethodInfo] = {}
 _FILES = (
     "qtuning",
+    "plus",
     "prompting",
     "carrying",
     "probing",

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qtuning.backbones import Backbone, Head
 from qtuning.config import MethodSettings, TrainSettings
+from qtuning.graphs import repeat
 from qtuning.keys import read_features
 from qtuning.methods import MethodInfo, register
 from qtuning.methods.finetuning import Lesson, WeightState, trainable
@@ -66,6 +67,7 @@ class Together:
         ]
         rows = [memory.rows[i] for memory, places in self.parts for i in places]
         self.reading = memories[0].backbone.prepare(rows)
+        self.targets = [memory.targets[places] for memory, places in self.parts]
 
     def mean_loss(self) -> Tensor:
         """Of all of them, every task with its own head."""
@@ -73,8 +75,8 @@ class Together:
         hidden = first.backbone.hidden(self.reading, first.bank())
         sizes = [len(places) for _, places in self.parts]
         losses = []
-        for (memory, places), own in zip(self.parts, torch.split(hidden, sizes), strict=True):
-            targets = memory.targets[places]
+        read = torch.split(hidden, sizes)
+        for (memory, places), own, targets in zip(self.parts, read, self.targets, strict=True):
             logits = memory.backbone.logits(own[:, : targets.shape[1]], memory.head)
             losses.append(cross_entropy(logits, targets) * len(places))
         return torch.stack(losses).sum() / sum(sizes)
@@ -97,14 +99,17 @@ class MBPAState(WeightState):
         own = [*model.model.parameters(), *(t for h in heads.values() for t in (h.weight, h.bias))]
         base = [tensor.detach().clone() for tensor in own]
         rate, pull = self.settings.local_lr, 2 * self.settings.local_penalty
+
+        def step() -> None:
+            loss = neighbours.mean_loss()
+            found = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
+            with torch.no_grad():  # all tensors in one launch: there are hundreds of them
+                away = torch._foreach_sub(own, base)
+                steps = torch._foreach_add(found, away, alpha=pull)
+                torch._foreach_add_(own, steps, alpha=-rate)
+
         try:
-            for _ in range(self.settings.local_steps):
-                loss = neighbours.mean_loss()
-                found = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
-                with torch.no_grad():  # all tensors in one launch: there are hundreds of them
-                    away = torch._foreach_sub(own, base)
-                    steps = torch._foreach_add(found, away, alpha=pull)
-                    torch._foreach_add_(own, steps, alpha=-rate)
+            repeat(step, self.settings.local_steps, self.worker.device)
             head = heads.get(name)
             yield model, replace(snapshot, head=head.detached()) if head else snapshot
         finally:

@@ -1,0 +1,35 @@
+"""Q-tuning-plus: Q-tuning with departures from the paper, each of them a switch of its own.
+
+The queue is full from the beginning (`fill_queue`), a task trains a copy of the queue's rows (`thaw`) instead of only
+reweighing them, and its new prompt starts from the earlier task that explains it best (`warm_start`).
+
+Relations: `q-tuning` with `--set fill_queue=true --set thaw=true --set warm_start=loss` is the same; leave one out to
+see what it is worth. Every task has as many trained rows as `per-task-prompt-long`, so what differs from that is help
+from earlier tasks alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qtuning.backbones import Backbone
+from qtuning.config import MethodSettings, TrainSettings
+from qtuning.methods import PROMPT_GRID, MethodInfo, register
+from qtuning.methods.qtuning import QTuning
+
+
+def q_tuning_plus(backbone: Backbone, settings: MethodSettings, train: TrainSettings) -> QTuning:
+    """All departures; an encoder has no head for a task before it is learnt, so there the nearest key decides."""
+    warm = "key" if backbone.needs_head else "loss"
+    return QTuning(backbone, replace(settings, fill_queue=True, thaw=True, warm_start=warm), train)
+
+
+register(
+    MethodInfo(
+        name="q-tuning-plus",
+        description="Q-tuning with a thawed queue that is full from the start, and warm starts from earlier tasks",
+        paper="Guo et al., 2024, arXiv 2404.14607; warm starts as in Vu et al., 2022, arXiv 2110.07904",
+        make=q_tuning_plus,
+        grid=PROMPT_GRID,
+    )
+)
