@@ -25,6 +25,7 @@ from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
 from qtuning.report.tables import group_runs
 from qtuning.serve.run import free_port
+from qtuning.summary import summarise
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -213,6 +214,13 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     assert means["continual-finetune"] < -0.05
     assert all(means[name] > means["continual-finetune"] for name in ("replay", "ewc", "a-gem"))
     assert all(means[name] == 0 for name in means if name.startswith("per-task"))
+
+
+def test_the_summary_comes_from_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by `qtuning summary results -o results/summary.json`, in the root: presets may be files."""
+    monkeypatch.chdir(ROOT)
+    committed = json.loads((ROOT / "results" / "summary.json").read_text())
+    assert committed == summarise(gather([Path("results")]).results)
 
 
 def test_the_table_of_found_tasks_comes_from_the_measurements() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qtuning.cli_export import export
-from qtuning.cli_runs import parse_settings, report, run, validate
+from qtuning.cli_runs import parse_settings, report, run, summary, validate
 from qtuning.cli_serve import serve
 from qtuning.cli_sweep import sweep
 from qtuning.cli_tune import tune
@@ -299,6 +299,7 @@ app.command()(serve)
 app.command()(sweep)
 app.command()(tune)
 app.command()(report)
+app.command()(summary)
 app.command()(export)
 app.command()(validate)
 

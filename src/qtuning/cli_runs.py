@@ -1,4 +1,4 @@
-"""The commands of researchers: run a stream, validate a file. Registered in `cli.py`."""
+"""The commands of researchers: run a stream, validate a file, report and sum up records. Registered in `cli.py`."""
 
 from __future__ import annotations
 
@@ -181,6 +181,56 @@ def report(
     if figures is not None:
         for path in save_figures(groups, figures, figure_type):
             typer.echo(str(path))
+
+
+def summary(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of records, or result files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file to write.")] = Path(
+        "summary.json"
+    ),
+) -> None:
+    """Sum up the records of orders 8 to 13 in one JSON: means over seeds, paired differences, conditions.
+
+    Examples:
+        `qtuning summary results -o results/summary.json`
+
+        `qtuning summary runs/order-08 runs/order-09 runs/order-10`
+    """
+    from qtuning.records import write_json
+    from qtuning.report.gather import gather
+    from qtuning.summary import summarise
+
+    if output.suffix != ".json":
+        raise ConfigError(f"--output must end in .json, got {output.name!r}.")
+    records = gather(runs)
+    found = summarise(records.results)
+    write_json(output, found)
+    Console().print(_summary_table(found))
+    typer.echo(f"{output}: {len(records.results)} finished runs read")
+    for problem in records.unreadable:
+        typer.echo(f"not readable: {problem}", err=True)
+
+
+def _summary_table(found: dict[str, Any]) -> Table:
+    """One row per label, with the columns that have a figure."""
+    shown: dict[tuple[str, str], dict[str, str]] = {}
+    for section in ("long_sequence", "lifelong"):
+        for backbone, labels in found[section].items():
+            for label, facts in labels.items():
+                row = shown.setdefault((backbone, label), {})
+                row |= {order: f"{cell['mean']:.1%}" for order, cell in facts["orders"].items()}
+                if facts.get("average"):
+                    row["average"] = f"{facts['average']['mean']:.1%}"
+                if minus := facts.get("minus_length_matched"):
+                    row["minus length-matched"] = (
+                        f"{minus['mean']:+.1%} (n {minus['n']}, p {minus['p']})"
+                    )
+    columns = sorted({column for row in shown.values() for column in row if "order-" in column})
+    columns += ["average", "minus length-matched"]
+    table = Table("backbone", "method", *columns)
+    for (backbone, label), row in sorted(shown.items()):
+        table.add_row(backbone, label, *(row.get(column, "–") for column in columns))
+    return table
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

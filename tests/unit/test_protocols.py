@@ -161,6 +161,23 @@ def test_sign_flip_test_by_hand() -> None:
     assert sign_flip_p([1.0, 1.0, 1.0]) == pytest.approx(2 / 8)
     assert sign_flip_p([1.0, -1.0]) == 1.0
     assert sign_flip_p([3.0, 1.0, -1.0]) == pytest.approx(6 / 8)  # 5, 3, 3 and their negatives
+    assert sign_flip_p([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]) == 2 / 64  # all plus or all minus
+    assert sign_flip_p([0.3, 0.2, 0.1]) == 2 / 8  # whose sum is not exact in binary
+    assert np.isnan(sign_flip_p([]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sign_flip_test_against_scipy(seed: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    differences = np.random.default_rng(seed).normal(0.4, 1.0, 4 + seed)
+    reference = stats.permutation_test(
+        (differences, np.zeros_like(differences)),
+        lambda a, b: np.mean(a - b),
+        permutation_type="samples",
+        vectorized=False,
+        n_resamples=np.inf,
+    )
+    assert sign_flip_p(list(differences)) == pytest.approx(reference.pvalue, abs=1e-12)
 
 
 def test_a_users_own_stream(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""The figures of the paper's long and lifelong streams in one mapping, each with the conditions it holds under."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from qtuning.errors import RecordError
+from qtuning.evaluation import sign_flip_p
+from qtuning.run_labels import circumstances, label_runs
+
+LONG = ("order-08", "order-09", "order-10")
+LIFELONG = ("order-11", "order-12", "order-13")
+LENGTH_MATCHED = "per-task-prompt-long"
+"""The control whose prompts are as long as Q-tuning's and share nothing."""
+
+Record = dict[str, Any]
+Seeds = Mapping[int, Record]
+Labels = dict[str, dict[str, dict[int, Record]]]
+"""Of one backbone: label, stream, seed -> record."""
+
+
+def summarise(results: Sequence[Record]) -> dict[str, Any]:
+    """Means over seeds, paired differences and conditions; `docs/reference.md` describes each key."""
+    long, lifelong = _arranged(results, LONG), _arranged(results, LIFELONG)
+    if not long and not lifelong:
+        raise RecordError(f"no finished run of {LONG[0]} to {LIFELONG[-1]}; make one: qtuning run.")
+    conditions: dict[str, Any] = {}
+    for section, found in (("long_sequence", long), ("lifelong", lifelong)):
+        for backbone, labels in found.items():
+            for label, runs in labels.items():
+                entry = conditions.setdefault(backbone, {}).setdefault(label, {})
+                entry[section] = _conditions([r for seeds in runs.values() for r in seeds.values()])
+    return {
+        "long_sequence": {backbone: _long(labels) for backbone, labels in long.items()},
+        "lifelong": {backbone: _lifelong(labels) for backbone, labels in lifelong.items()},
+        "conditions": conditions,
+    }
+
+
+def _arranged(results: Sequence[Record], orders: Sequence[str]) -> dict[str, Labels]:
+    """The runs of some streams by backbone; two records of one run are refused."""
+    found: dict[str, Labels] = {}
+    wanted = [record for record in results if record["stream"] in orders]
+    for backbone in sorted({record["backbone"]["name"] for record in wanted}):
+        records = [record for record in wanted if record["backbone"]["name"] == backbone]
+        named = list(zip(label_runs(records), records, strict=True))
+        for label, record in sorted(named, key=lambda n: (n[0], n[1]["stream"], n[1]["seed"])):
+            runs = found.setdefault(backbone, {}).setdefault(label, {})
+            first = runs.setdefault(record["stream"], {}).setdefault(record["seed"], record)
+            if first is not record:
+                raise RecordError(
+                    f"{first['folder']} and {record['folder']} are the same run ({label}, "
+                    f"{record['stream']}, seed {record['seed']}); leave one of them out."
+                )
+    return found
+
+
+def _long(labels: Labels) -> dict[str, Any]:
+    """Each order, the mean over the orders, and how far that is from the control's."""
+    averages = {}
+    for label, runs in labels.items():
+        scores = [_scores(runs.get(order, {})) for order in LONG]
+        whole = sorted(set.intersection(*map(set, scores)))
+        averages[label] = {seed: mean(each[seed] for each in scores) for seed in whole}
+    control = _control(averages)
+    found: dict[str, Any] = {}
+    for label, runs in labels.items():
+        found[label] = {
+            "orders": {order: _spread(_scores(runs[order])) for order in runs},
+            "average": _spread(averages[label]) if averages[label] else None,
+        }
+        if label != control:
+            paired = _minus(averages[label], averages.get(control, {}))
+            found[label]["minus_length_matched"] = paired and {"control": control, **paired}
+    return found
+
+
+def _control(averages: Mapping[str, Mapping[int, float]]) -> str:
+    """The control's main label: its bare name, else the one with all orders, fewest additions, most seeds."""
+    ranks = {
+        label: (label != LENGTH_MATCHED, not scores, label.count(", "), -len(scores))
+        for label, scores in averages.items()
+        if label.split(", ")[0] == LENGTH_MATCHED
+    }
+    return min(ranks, key=lambda label: ranks[label], default=LENGTH_MATCHED)
+
+
+def _minus(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any] | None:
+    """Differences paired by seed; None where no seed has both."""
+    differences = {seed: own[seed] - other[seed] for seed in own if seed in other}
+    if not differences:
+        return None
+    p = sign_flip_p(list(differences.values()))
+    return {**_spread(differences), "p": None if math.isnan(p) else _rounded(p)}
+
+
+def _lifelong(labels: Labels) -> dict[str, Any]:
+    return {
+        label: {"orders": {order: _lifelong_order(runs[order]) for order in runs}}
+        for label, runs in labels.items()
+    }
+
+
+def _lifelong_order(runs: Seeds) -> dict[str, Any]:
+    """Scores, how much any run forgot or gained, and whether a task costs more at the end than at the start."""
+    transfers = [r["backward_transfer"] for r in runs.values()]
+    known = [abs(transfer) for transfer in transfers if transfer is not None]
+    seconds = [[task["seconds"] for task in run["tasks"].values()] for run in runs.values()]
+    return {
+        **_spread(_scores(runs)),
+        "backward_transfer": _rounded(max(known)) if known else None,
+        "tasks": len(seconds[0]),
+        "seconds_first_ten": _rounded(mean(mean(each[:10]) for each in seconds)),
+        "seconds_last_ten": _rounded(mean(mean(each[-10:]) for each in seconds)),
+    }
+
+
+def _conditions(records: Sequence[Record]) -> dict[str, Any]:
+    """Every value that occurs among the runs of a label, so that a figure says what it is of."""
+    found: dict[str, Any] = {}
+    for key in ("preset", "protocol", "test_limit", "max_length", "dtype"):
+        found[key] = _unique(circumstances(record).get(key) for record in records)
+    for key in ("shots", "epochs", "validation_limit"):
+        found[key] = _unique(record["settings"].get(key) for record in records)
+    names = sorted({name for record in records for name in record["versions"]})
+    found["versions"] = {name: _unique(r["versions"].get(name) for r in records) for name in names}
+    return found
+
+
+def _scores(runs: Seeds) -> dict[int, float]:
+    return {seed: run["average_score"] for seed, run in runs.items()}
+
+
+def _spread(values: Mapping[int, float]) -> dict[str, Any]:
+    """Mean and sample standard deviation over seeds, and each seed's own value."""
+    each = list(values.values())
+    return {
+        "mean": _rounded(mean(each)),
+        "sd": _rounded(stdev(each)) if len(each) > 1 else None,
+        "n": len(each),
+        "seeds": {str(seed): _rounded(value) for seed, value in values.items()},
+    }
+
+
+def _rounded(value: float) -> float:
+    return round(value, 6) + 0.0  # no -0.0
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
+    return sorted(set(values), key=str)
