@@ -29,7 +29,7 @@ from qtuning.summary import summarise
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "REPRODUCIBILITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 SLOW = ("qtuning demo", "make ", "cd ", "git ", "pip ", "source ")
 """Commands that other tests run, or that set up a machine."""
 

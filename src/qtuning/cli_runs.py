@@ -134,7 +134,7 @@ def validate(
         elif "labels" in raw:
             card = read_card(raw, file.name)
             said = f"data set {card.name!r} with {len(card.labels)} labels"
-        elif "streams" in raw:
+        elif "streams" in raw or "parts" in raw:
             packs = expand(read_sweep(raw, file.name))
             said = f"sweep of {len(packs)} packs, {sum(len(p.seeds) for p in packs)} runs"
         else:

@@ -89,22 +89,18 @@ def sweep(
 
         `qtuning sweep examples/sweep.yaml --ray --cpus-per-pack 2`
     """
-    from qtuning.sweep import Place, expand, read_sweep, run_here, run_on_ray
+    from qtuning.sweep import Place, expand, override, read_sweep, run_here, run_on_ray
 
     raw: dict[str, Any] = read_yaml(file) if file else {}
     names = {"streams": stream, "methods": method, "models": model, "presets": preset}
-    raw |= {key: _names(text) for key, text in names.items() if text is not None}
+    own: dict[str, Any] = {key: _names(text) for key, text in names.items() if text is not None}
     if seeds is not None:
-        raw["seeds"] = parse_seeds(seeds)
+        own["seeds"] = parse_seeds(seeds)
     if test_limit is not None:
-        raw["test_limit"] = 0 if test_limit == "all" else whole(test_limit, "--test-limit")
+        own["test_limit"] = 0 if test_limit == "all" else whole(test_limit, "--test-limit")
     chosen = {} if shots is None else {"shots": shots}
-    for key, own in (
-        ("settings", chosen | parse_settings(settings or [])),
-        ("vary", _varied(vary or [])),
-    ):
-        given = raw.get(key) or {}
-        raw[key] = given | own if isinstance(given, dict) else given  # the reader refuses others
+    own |= {"settings": chosen | parse_settings(settings or []), "vary": _varied(vary or [])}
+    raw = override(raw, own)
     if not ray and (address is not None or gpus_per_pack is not None):
         flag = "--gpus-per-pack" if address is None else "--address"
         raise ConfigError(f"{flag} is for Ray; add --ray, or leave it out.")

@@ -44,6 +44,8 @@ class Sweep:
     """Settings with several values each."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of `RunConfig`, for all packs."""
+    parts: Sequence[Sweep] = ()
+    """Grids that make up this one, which then has none of its own."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,10 @@ After = Callable[[Outcome], None]
 
 def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
     """A sweep from a YAML's mapping; unknown keys suggest the nearest, single values stand for lists of one."""
-    known = (*LISTS, "seeds", "settings", "vary", *FIXED)
+    if "parts" in raw:
+        parts = _read_parts(raw, source)
+        return Sweep((), parts=[read_sweep(part, name) for name, part in parts.items()])
+    known = (*LISTS, "seeds", "settings", "vary", "parts", *FIXED)
     for key in raw:
         if key not in known:
             raise ConfigError(f"{source}: {unknown('key', str(key), known)}")
@@ -120,6 +125,65 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
     return Sweep(**lists, settings=dict(raw.get("settings") or {}), vary=vary, fixed=fixed)
 
 
+def override(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A sweep's mapping with what the flags say.
+
+    Where a part lists streams, methods, models or presets, the flags choose from its list, and a part with none of them
+    is left out: its settings were made for what it lists.
+    """
+    raw = _laid_over(raw, own)
+    if not isinstance(raw.get("parts"), list):
+        return raw
+    told = {*(own.get("settings") or {}), *(own.get("vary") or {})}
+    parts = []
+    for part in raw["parts"]:
+        if not isinstance(part, Mapping):
+            return raw  # the reader refuses it
+        kept = {key: value for key, value in part.items() if key in LISTS or key not in own}
+        for key in ("settings", "vary"):
+            if isinstance(part.get(key), Mapping):
+                kept[key] = {name: v for name, v in part[key].items() if name not in told}
+        for key in (key for key in LISTS if key in own and key in part):
+            listed = part[key] if isinstance(part[key], list) else [part[key]]
+            kept[key] = [each for each in own[key] if each in listed]
+        if all(kept.get(key, True) for key in LISTS):
+            parts.append(kept)
+    if not parts:
+        asked = " ".join(str(each) for key in LISTS for each in own.get(key, ()))
+        raise ConfigError(
+            f"no part of the sweep has all of: {asked}; `--dry-run` prints the packs."
+        )
+    return {**raw, "parts": parts}
+
+
+def _read_parts(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]]:
+    """Every part laid over what is common; its settings count as varied, so that they are in the names of its packs."""
+    common = {key: value for key, value in raw.items() if key != "parts"}
+    parts = raw["parts"]
+    if not isinstance(parts, list) or not parts or not all(isinstance(p, Mapping) for p in parts):
+        raise ConfigError(f"{source}: parts must be a list of mappings, got {parts!r}.")
+    found = {}
+    for i, part in enumerate(parts, start=1):
+        whole = _laid_over(common, part)
+        if isinstance(part.get("settings"), Mapping):
+            single = {name: [value] for name, value in part["settings"].items()}
+            kept = {name: v for name, v in whole["settings"].items() if name not in single}
+            whole = {**whole, "settings": kept}
+            whole = _laid_over(whole, {"vary": single})
+        found[f"{source}, part {i}"] = whole
+    return found
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `above` count; settings and what is varied are merged name by name."""
+    merged = {**below, **above}
+    for key in ("settings", "vary"):
+        both = [below.get(key) or {}, above.get(key) or {}]
+        refused = [each for each in both if not isinstance(each, Mapping)]  # by the reader
+        merged[key] = refused[0] if refused else {**both[0], **both[1]}
+    return merged
+
+
 def _listed(value: Any, key: str, source: str) -> tuple[Any, ...]:
     """One value or several different ones."""
     found = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -133,6 +197,11 @@ def _listed(value: Any, key: str, source: str) -> tuple[Any, ...]:
 
 def expand(sweep: Sweep) -> list[Pack]:
     """All packs, every name and setting checked; combinations that mean the same run are one pack."""
+    if sweep.parts:
+        found: dict[Path, Pack] = {}
+        for pack in (pack for part in sweep.parts for pack in expand(part)):
+            found.setdefault(run_folder(Path(), pack.config, 0), pack)
+        return list(found.values())
     for name in sweep.vary:
         if name in sweep.settings:
             raise ConfigError(f"{name} is both set and varied; leave one of them out.")

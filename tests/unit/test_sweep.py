@@ -17,7 +17,16 @@ import yaml
 from qtuning.cli import main
 from qtuning.errors import ConfigError, TrainingError
 from qtuning.runs import run_folder
-from qtuning.sweep import Place, Sweep, expand, read_sweep, run_here, run_on_ray, run_pack
+from qtuning.sweep import (
+    Place,
+    Sweep,
+    expand,
+    override,
+    read_sweep,
+    run_here,
+    run_on_ray,
+    run_pack,
+)
 from tests.conftest import make_model, make_tokenizer
 from tests.unit.test_resume import contents
 
@@ -92,7 +101,61 @@ def test_single_values_stand_for_lists_and_the_example_is_fine() -> None:
     assert len(expand(read_sweep(yaml.safe_load(example.read_text()), "sweep.yaml"))) > 1
 
 
+PARTS = {
+    "streams": ["order-01"],
+    "methods": ["q-tuning"],
+    "settings": {"shots": 20, "epochs": 3},
+    "parts": [
+        {"settings": {"scale": False}},
+        {"settings": {"shots": 200, "scale": True}, "vary": {"queue_size": [5, 10]}},
+        {"streams": ["order-08", "order-09"], "methods": ["ewc"], "test_limit": 7},
+        {"settings": {"scale": False}},
+    ],
+}
+
+
+def packs_of(raw: dict[str, Any], **own: Any) -> list[Any]:
+    return expand(read_sweep(override(raw, own), "x.yaml"))
+
+
+def test_parts_are_grids_laid_over_what_is_common() -> None:
+    packs = packs_of(PARTS)
+    assert [pack.name for pack in packs] == [
+        "q-tuning · order-01 · minilm · scale False",
+        "q-tuning · order-01 · minilm · queue_size 5 · shots 200 · scale True",
+        "q-tuning · order-01 · minilm · queue_size 10 · shots 200 · scale True",
+        "ewc · order-08 · minilm",
+        "ewc · order-09 · minilm",
+    ]
+    assert packs[0].config.settings == {"shots": 20, "epochs": 3, "scale": False}
+    assert packs[1].config.settings["shots"] == 200
+    assert [pack.config.test_limit for pack in packs] == [250, 250, 250, 7, 7]
+
+
+def test_flags_override_parts_and_choose_from_what_they_list() -> None:
+    packs = packs_of(PARTS, settings={"shots": 2, "scale": True}, test_limit=5, seeds=[4])
+    assert {pack.config.settings["shots"] for pack in packs} == {2}
+    assert {pack.config.settings["scale"] for pack in packs} == {True}
+    assert {(pack.config.test_limit, pack.seeds) for pack in packs} == {(5, (4,))}
+    chosen = packs_of(PARTS, streams=["order-09"])
+    assert [pack.config.method for pack in chosen] == ["q-tuning"] * 3 + ["ewc"]
+    assert {pack.config.stream for pack in chosen} == {"order-09"}
+    assert [pack.config.method for pack in packs_of(PARTS, streams=["order-02"])] == [
+        "q-tuning"
+    ] * 3
+    only = {**PARTS, "parts": PARTS["parts"][2:3]}
+    with pytest.raises(ConfigError, match="no part of the sweep has all of: order-02"):
+        packs_of(only, streams=["order-02"])
+
+
 REFUSED = {
+    "parts-that-are-no-list": ({"parts": {"streams": ["demo"]}}, "parts must be a list"),
+    "no-parts": ({"streams": ["demo"], "parts": []}, "parts must be a list"),
+    "part-without-streams": ({"parts": [{"methods": ["ewc"]}]}, "x.yaml, part 1: streams"),
+    "key-of-a-part": (
+        {"streams": ["demo"], "parts": [{}, {"setting": {}}]},
+        "part 2: Unknown key 'setting'. Did you mean 'settings'?",
+    ),
     "unknown-key": ({"streams": ["demo"], "method": ["ewc"]}, "'method'. Did you mean 'methods'?"),
     "no-streams": ({"methods": ["ewc"]}, "streams are missing"),
     "empty-list": ({"streams": ["demo"], "methods": []}, "methods is an empty list"),
