@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from typing import Any
 from summary import RESULTS, fastest_pack, milliseconds
 
 from qtuning.config import MethodSettings, make_settings
-from qtuning.methods import list_methods
-from qtuning.presets import list_presets
 from qtuning.runs import run_folder
 from qtuning.streams import get_stream, list_tasks, read_yaml
 from qtuning.sweep import Pack, expand, read_sweep
@@ -31,7 +28,6 @@ FAMILIES = {"t5-large": "seq2seq", "smollm2-135m": "causal"}
 COSTS = ("steps", "rows", "minutes", "minutes_alone")
 TIMED = ("q-tuning", "q-tuning-plus", "per-task-prompt", "per-task-prompt-long", "prog-prompt",
          "shared-prompt", "prompt-tuning")  # fmt: skip
-ASSUMED = {"smollm2": {"queue_size": 5}}  # presets to come; the family's defaults otherwise
 # Rows of sets that always train in full (protocol A22). Evaluation rows per class where they are not 500; half of them
 # validate. Tokens of a text: mean, and the longest of 24 (three lanes of 8), by SmolLM2's tokenizer on training rows.
 TRAIN_ROWS = {"cb": 250, "copa": 400, "wsc": 554}
@@ -94,16 +90,8 @@ def cost_of(pack: Pack) -> dict[str, float]:
 
 
 def read_packs(file: Path) -> list[Pack]:
-    """A table's packs; a name that is not registered yet counts as what it will resemble."""
-    raw = read_yaml(file)
-    absent = [name for name in raw.get("methods", ()) if name not in list_methods()]
-    assumed = [ASSUMED[name] for name in raw.get("presets", ()) if name not in list_presets()]
-    raw["methods"] = [name for name in raw.get("methods", ["q-tuning"]) if name not in absent]
-    if assumed:
-        raw["presets"], raw["settings"] = [""], {**assumed[0], **raw.get("settings", {})}
-    packs = expand(read_sweep(raw, file.name))
-    own = [pack for pack in packs if pack.config.method == "q-tuning"]
-    return packs + [replace(p, config=replace(p.config, method=m)) for m in absent for p in own]
+    """A table's packs."""
+    return expand(read_sweep(read_yaml(file), file.name))
 
 
 def plan(tables: Path = ROOT / "tables") -> dict[str, Any]:

@@ -14,8 +14,7 @@ from qtuning.eviction import EVICTIONS
 
 RETENTIONS = ("kl", "jsd", "none")
 SHARED_SCHEDULES = ("all", "algorithm1")
-WARM_STARTS = ("none", "loss", "key", "mean")
-LOSSES_OVER = ("vocabulary", "labels")
+WARM_STARTS = ("none", "loss", "key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,7 @@ class MethodSettings:
     thaw: bool = False
     """Train a copy of the queue's rows for the task, which its snapshot keeps; the queue stays as it is."""
     warm_start: str = "none"
-    """Where the new prompt starts: none (vocabulary), the earlier task of lowest loss or nearest key, or their mean."""
-    loss_over: str = "vocabulary"
-    """Tokens that compete in the loss of a model that writes: the whole vocabulary, or those of the labels alone."""
+    """Where the new prompt starts: none (vocabulary), or the earlier task with the lowest loss or the nearest key."""
     mlp: bool = False
     """Train prompts through a residual MLP, baked at the end of the task."""
     mlp_hidden: int = 512
@@ -94,7 +91,6 @@ class MethodSettings:
         _one_of(self, "retention", RETENTIONS)
         _one_of(self, "shared_schedule", SHARED_SCHEDULES)
         _one_of(self, "warm_start", WARM_STARTS)
-        _one_of(self, "loss_over", LOSSES_OVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +117,6 @@ class TrainSettings:
     """Learning rate of the model's own weights, for the methods that train them (AdamW)."""
     discriminator_lr: float = 1e-3
     """Learning rate of the discriminator of `retention: jsd`."""
-    decay: bool = False
-    """Let the learning rates of a lane fall to 0, in equal steps."""
     weight_decay: float = 0.0
     """L2 penalty of Adam, on every group alike."""
     clip: float = 1.0

@@ -238,6 +238,7 @@ def result_of(
             "prompt_rows": len(tensors["rows"]),
             "evicted": facts.get("evicted", False),
             "scale": facts.get("scale_u", []),
+            "source": facts.get("source"),
             "unchanged": run.unchanged[name],
             **run.found[name],
         }

@@ -119,22 +119,7 @@ class LaneStack:
         self.rows = self.bank().shape[0] // len(lanes)
         classes = [len(lane.answers.sequences) for lane in lanes]
         self.classes = torch.tensor(classes, device=backbone.device)
-        size = settings.batch_size
-        totals = [settings.epochs * -(-len(lane.train) // size) for lane in lanes]
-        self.totals = torch.tensor(totals, device=backbone.device)
-        """[lanes] optimiser steps of the whole task."""
-        self.competing = self._label_tokens()
         self._make_table()
-
-    def _label_tokens(self) -> Tensor | None:
-        """[lanes, v] whether a token is one of the lane's labels'; None where the whole vocabulary competes."""
-        backbone = self.backbone
-        if backbone.needs_head or self.lanes[0].settings.loss_over == "vocabulary":
-            return None
-        found = torch.zeros(len(self.lanes), backbone.vocabulary_size, dtype=torch.bool)
-        for line, lane in zip(found, self.lanes, strict=True):
-            line[sorted({token for own in lane.answers.sequences for token in own})] = True
-        return found.to(backbone.device)
 
     def _make_table(self) -> None:
         """Training examples of all lanes, one under another, with targets and teachers."""
@@ -190,10 +175,7 @@ class LaneStack:
         targets = self.targets[batches.example].where(batches.is_live[..., None], IGNORE)
         shape = (*targets.shape, hidden.shape[-1])  # [lanes, b, t, h]
         heads = self.heads()
-        logits = self._logits(hidden[:, : shape[2]].reshape(shape), heads)
-        if self.competing is not None:
-            logits = logits.where(self.competing[:, None, None], NO_CLASS)
-        loss = cross_entropy(logits, targets)
+        loss = cross_entropy(self._logits(hidden[:, : shape[2]].reshape(shape), heads), targets)
         if self.teacher is None or again is None:
             return loss
         # the head is the current one on both sides, without gradient (A11): retention moves only the
@@ -237,7 +219,6 @@ class LaneStack:
         norm = torch.stack([g.flatten(1).square().sum(dim=1) for g in clipped]).sum(dim=0).sqrt()
         factor = (clip / (norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(norm)
         is_moving, count = count > 0, count.clamp(min=1).double()
-        left = 1 - (count - 1) / self.totals if self.settings.decay else torch.ones_like(count)
         changes: list[tuple[Tensor, Tensor]] = []
         for name, gradient in gradients.items():
             parameter, first, second = self.trained[name], self.first[name], self.second[name]
@@ -249,7 +230,7 @@ class LaneStack:
             new_first = first.lerp(gradient, 1 - BETAS[0])
             new_second = (second * BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
             rate = getattr(self.settings, GROUPS[name.split(".")[0]])
-            size = (left * rate / (1 - BETAS[0] ** count)).to(parameter).view(lanes)
+            size = (rate / (1 - BETAS[0] ** count)).to(parameter).view(lanes)
             root = new_second.sqrt() / (1 - BETAS[1] ** count).sqrt().to(parameter).view(lanes)
             new = parameter - size * new_first / (root + EPSILON)
             moving = is_moving.view(lanes)

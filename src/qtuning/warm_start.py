@@ -8,7 +8,6 @@ the nearest keys, so that the cost of a task does not grow with the stream.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from qtuning.keys import directions, read_features
 from qtuning.objectives import IGNORE, cross_entropy
 from qtuning.scoring import read_all
 from qtuning.snapshots import Snapshot
-from qtuning.stack import NO_CLASS
 from qtuning.tasks import Rows, Split
 
 CANDIDATES = 10
@@ -39,9 +37,6 @@ def find_source(
     """The snapshot that the new prompt starts from; None to start from the vocabulary."""
     if settings.warm_start == "none" or not snapshots:
         return None
-    if settings.warm_start == "mean":
-        known = list(snapshots.values())
-        return replace(known[-1], rows=torch.stack([each.rows for each in known]).mean(dim=0))
     places = range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS))
     train = split.train.at(list(places))
     near = nearest_first(backbone, list(snapshots.values()), train)
@@ -52,10 +47,7 @@ def find_source(
             f"warm_start 'loss' needs a model that writes its answers, and {backbone.name!r} has no head for a "
             f"task before it is learnt; use warm_start 'key'."
         )
-    return min(
-        near[:CANDIDATES],
-        key=lambda each: loss_under(backbone, each, train, answers, settings.loss_over == "labels"),
-    )
+    return min(near[:CANDIDATES], key=lambda each: loss_under(backbone, each, train, answers))
 
 
 def nearest_first(backbone: Backbone, snapshots: list[Snapshot], train: Rows) -> list[Snapshot]:
@@ -72,9 +64,7 @@ def nearest_first(backbone: Backbone, snapshots: list[Snapshot], train: Rows) ->
 
 
 @torch.no_grad()
-def loss_under(
-    backbone: Backbone, snapshot: Snapshot, train: Rows, answers: AnswerSet, among_labels: bool
-) -> float:
+def loss_under(backbone: Backbone, snapshot: Snapshot, train: Rows, answers: AnswerSet) -> float:
     """The training loss (Eq. 8) of these examples under another task's finished prompt."""
     bank = snapshot.rows.to(backbone.device)
     tokens = backbone.tokenize(train.texts, len(bank), answers.longest)
@@ -84,8 +74,4 @@ def loss_under(
     steps = hidden.shape[1]
     targets = torch.tensor([[*a, *[IGNORE] * (steps - len(a))] for a in own], device=bank.device)
     logits: Tensor = backbone.logits(hidden, None)
-    if among_labels:
-        used = torch.tensor(sorted({t for sequence in answers.sequences for t in sequence}))
-        others = torch.ones(logits.shape[-1], dtype=torch.bool).index_fill(0, used, False)
-        logits = logits.masked_fill(others.to(logits.device), NO_CLASS)
     return float(cross_entropy(logits, targets))

@@ -60,7 +60,9 @@ def train_steps(backbone, lanes, steps: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, {"mlp": True, "mlp_hidden": 8}, {"retention": "jsd"}], ids=str
+    "extra",
+    [{}, {"mlp": True, "mlp_hidden": 8}, {"retention": "jsd"}, {"thaw": True, "old_scale": 0.5}],
+    ids=str,
 )
 def test_packed_equals_alone_in_float64(exact_backbone, extra: dict) -> None:
     packed, alone = make_lanes(exact_backbone, **extra), make_lanes(exact_backbone, **extra)
@@ -75,6 +77,21 @@ def test_packed_equals_alone_in_float64(exact_backbone, extra: dict) -> None:
         assert any(
             (a - c).abs().max() > 1e-3 for a, c in zip(leaves(together), leaves(start), strict=True)
         )
+
+
+def test_few_steps_make_few_shapes_and_none_is_narrower_than_its_rows(bert) -> None:
+    lanes = make_lanes(bert)
+    few, many = (
+        Pack(bert, lanes, make_settings(**{**SMALL, "batch_size": 4, "epochs": epochs})[1])
+        for epochs in (1, 10_000)
+    )
+    longest = few.longest[0]
+    assert longest == max(few.lengths[: len(few.lengths) // 2 + 1].max(), few.lengths.max())
+    widths = range(5, longest + 1)
+    assert {few._bucket(width, longest) for width in widths} == {longest}
+    found = [many._bucket(width, longest) for width in widths]
+    assert all(width <= bucket < width + 8 for width, bucket in zip(widths, found, strict=True))
+    assert few._bucket(0, 0) == 0
 
 
 def losses_and_gradients(backbone, lanes) -> list[tuple[float, dict[str, torch.Tensor]]]:

@@ -112,6 +112,21 @@ def test_paper_holds_validation_out_of_train(folder: Path) -> None:
     assert not set(split.train.texts) & set(split.validation.texts)
 
 
+def test_tuning_looks_at_training_rows_alone(folder: Path) -> None:
+    task = load_task("sst2", folder)
+    split = make_split("tuning", task, 16, seed=0, validation_limit=10)
+    parts = [split.train.texts, split.validation.texts, split.test.texts]
+    assert all("train" in text for part in parts for text in part)
+    assert len({text for part in parts for text in part}) == sum(map(len, parts))
+    assert split.sizes["train"] == 32
+    assert split.sizes["validation"] == 20
+    other = make_split("tuning", task, 16, seed=1, validation_limit=10)
+    assert other.train != split.train
+    assert get_stream("tuning-long").protocol == "tuning"
+    assert get_stream("order-09").protocol == "progprompt"
+    assert get_stream("demo").protocol == "given"
+
+
 def test_test_limit_and_fingerprint(folder: Path) -> None:
     task = load_task("sst2", folder)
     limited = make_split("paper", task, 16, 0, test_limit=5)

@@ -168,7 +168,7 @@ REFUSED = {
         "both set and varied",
     ),
     "unknown-setting": (
-        {"streams": ["demo"], "vary": {"queue": [1]}},
+        {"streams": ["demo"], "vary": {"queue_sise": [1]}},
         "Did you mean 'queue_size'?",
     ),
     "unknown-method": ({"streams": ["demo"], "methods": ["ewcc"]}, "Did you mean 'ewc'?"),

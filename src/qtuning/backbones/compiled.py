@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 MOST_SHAPES = 64
-DYNAMIC = False
 
 
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -29,7 +28,7 @@ def compiled(layers: list[torch.nn.Module]) -> Iterator[None]:
     with many_shapes(), ExitStack() as undo:
         for layer in layers:
             undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
-            layer.compile(dynamic=DYNAMIC)  # cheap: what was compiled before is found again
+            layer.compile(dynamic=False)  # cheap: what was compiled before is found again
         yield
 
 

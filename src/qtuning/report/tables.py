@@ -95,8 +95,9 @@ def _told_apart(groups: list[Group]) -> list[Group]:
             for g in twins
             if g is not group
         ]
+        # a record from before a setting existed ran with what is its default now
         differing = sorted(
-            key for key in own if any(own[key] != other.get(key) for other in others)
+            key for key in own if any(key in o and own[key] != o[key] for o in others)
         )
         extra = ", ".join(f"{key} {own[key]}" for key in differing[:3])
         label = f"{group.method} ({extra})" if extra else group.method

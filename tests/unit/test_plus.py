@@ -1,0 +1,189 @@
+"""Departures from the paper: what each switch does, and that none of them touches what was learnt before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from qtuning.config import make_settings
+from qtuning.errors import ConfigError
+from qtuning.keys import read_features, with_key
+from qtuning.lanes import fit_lanes
+from qtuning.methods import make_method
+from qtuning.warm_start import CANDIDATES, find_source, loss_under
+from tests.conftest import SMALL, make_backbone, make_task
+
+
+def method_for(backbone, name: str = "q-tuning", **settings):
+    return make_method(name, backbone, *make_settings(**{**SMALL, **settings}))
+
+
+def learn(method, state, task, seed: int = 0):
+    """The state after one more task with its key, as the stream loop does it, and the lane."""
+    split = task.split(4, seed)
+    lane = method.lane(state, task, split)
+    fit_lanes(method.backbone, [lane], method.train)
+    return with_key(method.backbone, lane.finish({}), task.name, split), lane
+
+
+def learnt(method, count: int):
+    state, lanes = method.start(0), []
+    for number in range(count):
+        state, lane = learn(method, state, make_task(f"task{number}", rows=8, seed=number))
+        lanes.append(lane)
+    return state, lanes
+
+
+def test_a_filled_queue_gives_every_task_the_same_rows(bert) -> None:
+    state, lanes = learnt(method_for(bert, fill_queue=True), 3)
+    assert [len(state.snapshots[f"task{i}"].rows) for i in range(3)] == [8, 8, 8]
+    assert [lane.evicting for lane in lanes] == [False, True, True]
+    known = bert.embed(torch.tensor(bert.vocabulary()))
+    first = method_for(bert, fill_queue=True).start(0).queue.rows
+    assert len(first) == 4  # room for one prompt of two rows is left
+    assert all((known == row).all(dim=-1).any() for row in first)
+
+
+def test_thawed_rows_are_the_tasks_own_and_the_queue_stays(bert) -> None:
+    method = method_for(bert, thaw=True, queue_lr=0.1, eviction="fifo")
+    before, _ = learnt(method, 2)
+    after, lane = learn(method, before, make_task("next", rows=8, seed=9))
+    assert torch.equal(after.queue.rows[:4], before.queue.rows)
+    assert (lane.trained["queue_rows"] - before.queue.rows).abs().max() > 1e-3
+    for name, snapshot in before.snapshots.items():
+        assert torch.equal(after.snapshots[name].rows, snapshot.rows)
+    frozen, lane = learn(method_for(bert), before, make_task("next", rows=8, seed=9))
+    assert "queue_rows" in lane.fixed
+    assert len(frozen.snapshots["next"].rows) == len(after.snapshots["next"].rows)
+
+
+def test_the_scale_of_old_rows_can_start_small(bert) -> None:
+    before, _ = learnt(method_for(bert), 1)
+    task = make_task("next", rows=8, seed=9)
+    lane = method_for(bert, old_scale=0.25).lane(before, task, task.split(4, 0))
+    layout = lane.layout(lane.tensors)
+    assert torch.allclose(layout[2:4], 0.25 * before.queue.rows)
+    assert torch.equal(layout[4:], lane.trained["prompt"])
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return make_backbone("llama")
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_warm_start_is_the_prompt_of_the_task_with_the_lowest_loss(kind: str) -> None:
+    backbone = make_backbone(kind)
+    method = method_for(backbone, warm_start="loss", epochs=8, prompt_lr=0.1)
+    state, _ = learnt(method, 3)
+    task = make_task("next", rows=8, seed=1)  # the texts of task1 again
+    split = task.split(4, 0)
+    lane = method.lane(state, task, split)
+    by_hand = {
+        name: reference_loss(backbone, snapshot, task, split)
+        for name, snapshot in state.snapshots.items()
+    }
+    best = min(by_hand, key=by_hand.get)
+    assert lane.source.card.name == best
+    assert torch.equal(lane.trained["prompt"], state.snapshots[best].rows[-2:])
+    for name, snapshot in state.snapshots.items():
+        found = loss_under(backbone, snapshot, split.train, lane.answers)
+        assert found == pytest.approx(by_hand[name], abs=1e-4)
+    after, _ = learn(method, state, task)
+    assert after.snapshots["next"].facts["source"] == best
+
+
+def reference_loss(backbone, snapshot, task, split) -> float:
+    """Mean negative log-probability of the answers' tokens, text by text, with transformers alone."""
+    model, tokenizer = backbone.model, backbone.tokenizer
+    table, total, count = model.get_input_embeddings(), 0.0, 0
+    for text, label in zip(split.train.texts, split.train.labels, strict=True):
+        word = task.label_words[task.label_names[label]]
+        if backbone.family == "seq2seq":
+            ids = torch.tensor(tokenizer(text)["input_ids"])
+            labels = torch.tensor(tokenizer(text_target=word)["input_ids"])
+            whole = torch.cat([snapshot.rows, table(ids)])[None]
+            logits = model(inputs_embeds=whole, labels=labels[None]).logits[0]
+        else:
+            ids = torch.tensor(tokenizer(text + "\nAnswer:")["input_ids"])
+            labels = torch.tensor(tokenizer(f" {word}")["input_ids"])
+            whole = torch.cat([snapshot.rows, table(ids), table(labels[:-1])])[None]
+            logits = model(inputs_embeds=whole).logits[0, -len(labels) :]
+        total += float(F.cross_entropy(logits, labels, reduction="sum").detach())
+        count += len(labels)
+    return total / count
+
+
+def test_a_warm_start_by_key_takes_the_task_with_the_nearest_texts(bert) -> None:
+    method = method_for(bert, warm_start="key")
+    state, _ = learnt(method, 4)
+    chosen = set()
+    for number in range(4, 10):
+        task = make_task("next", rows=8, seed=number)
+        split = task.split(4, 0)
+        features = read_features(bert, split.train.texts).double().numpy()
+        similarity = {}
+        for name, snapshot in state.snapshots.items():
+            own = (features - snapshot.key.mean.numpy()) / snapshot.key.spread.numpy()
+            own = own / np.linalg.norm(own, axis=1, keepdims=True)
+            similarity[name] = float((own @ snapshot.key.vector.numpy()).mean())
+        found = method.lane(state, task, split).source.card.name
+        assert found == max(similarity, key=similarity.get)
+        chosen.add(found)
+    assert len(chosen) > 1  # it depends on the texts
+
+
+def test_without_earlier_tasks_a_prompt_starts_from_the_vocabulary(llama) -> None:
+    task = make_task("first", rows=8)
+    warm, cold = method_for(llama, warm_start="loss"), method_for(llama)
+    lanes = [m.lane(m.start(0), task, task.split(4, 0)) for m in (warm, cold)]
+    assert lanes[0].source is None
+    assert torch.equal(lanes[0].trained["prompt"], lanes[1].trained["prompt"])
+
+
+def test_an_encoder_refuses_to_measure_losses_and_says_what_to_use(bert) -> None:
+    method = method_for(bert, warm_start="key")
+    state, _ = learnt(method, 1)
+    task = make_task("next", rows=8)
+    with pytest.raises(ConfigError, match="use warm_start 'key'"):
+        method_for(bert, warm_start="loss").lane(state, task, task.split(4, 0))
+
+
+def test_the_number_of_tasks_asked_does_not_grow(llama, monkeypatch) -> None:
+    method = method_for(llama, warm_start="loss")
+    state, lanes = learnt(method, 1)
+    known = {f"copy{i}": state.snapshots["task0"] for i in range(2 * CANDIDATES)}
+    asked = []
+    monkeypatch.setattr(
+        "qtuning.warm_start.loss_under", lambda *given: asked.append(given) or len(asked)
+    )
+    split = make_task("next", rows=8).split(4, 0)
+    find_source(llama, method.settings, known, split, lanes[0].answers)
+    assert len(asked) == CANDIDATES
+
+
+def test_the_newest_first_order_takes_the_right_rows(llama) -> None:
+    method = method_for(llama, "prog-prompt", warm_start="loss")
+    state, _ = learnt(method, 2)
+    task = make_task("next", rows=8, seed=9)
+    lane = method.lane(state, task, task.split(4, 0))
+    assert torch.equal(lane.trained["prompt"], state.snapshots[lane.source.card.name].rows[:2])
+
+
+def test_plus_is_q_tuning_with_the_switches_on(family_backbone) -> None:
+    rule = "key" if family_backbone.needs_head else "loss"
+    same = method_for(family_backbone, fill_queue=True, thaw=True, warm_start=rule)
+    plus = method_for(family_backbone, "q-tuning-plus")
+    assert plus.settings == same.settings
+    long = method_for(family_backbone, "per-task-prompt-long")
+    task = make_task("first", rows=8)
+    sizes = []
+    for method in (plus, long):
+        lane = method.lane(method.start(0), task, task.split(4, 0))
+        sizes.append(
+            sum(t.shape[0] for n, t in lane.trained.items() if t.dim() == 2 and "head" not in n)
+        )
+        assert len(lane.layout(lane.tensors)) == 8
+    assert sizes == [8, 8]  # as many trained rows as the length-matched control
