@@ -216,6 +216,25 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     assert all(means[name] == 0 for name in means if name.startswith("per-task"))
 
 
+def test_the_findings_figures_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    tried = json.loads((ROOT / "results" / "tuning-smollm2.json").read_text())["tried"]
+    for entry in tried:
+        scores = entry["scores"].values()
+        assert entry["mean"] == pytest.approx(sum(scores) / len(scores), abs=1e-4)
+        is_worst = "loss_over" in entry["settings"] and "warm_start" in entry["settings"]
+        assert f"{100 * entry['mean']:.1f}" in page or is_worst, entry
+    moved = sorted(
+        abs(weight - 1)
+        for file in (ROOT / "results" / "order-09-minilm" / "q-tuning").glob("*/result.json")
+        if (record := json.loads(file.read_text()))["config"]["preset"] == "minilm"
+        for task in record["tasks"].values()
+        for weight in task["scale"]
+    )
+    mean, high = sum(moved) / len(moved), moved[int(0.95 * len(moved))]
+    assert f"ends {100 * mean:.0f} % from 1\non average, {100 * high:.0f} %" in page
+
+
 def test_the_summary_comes_from_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by `qtuning summary results -o results/summary.json`, in the root: presets may be files."""
     monkeypatch.chdir(ROOT)

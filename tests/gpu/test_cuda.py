@@ -8,6 +8,7 @@ import torch
 from qtuning import QTuner, wrap_model
 from qtuning.backbones import weights_sha256
 from qtuning.config import make_settings
+from qtuning.graphs import repeat
 from qtuning.lanes import lanes_that_fit
 from tests.conftest import SMALL, make_model, make_task, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
@@ -83,3 +84,20 @@ def test_lanes_are_chosen_from_free_memory() -> None:
     lanes = make_lanes(backbone)
     settings = make_settings(**SMALL)[1]
     assert lanes_that_fit(backbone, lanes, settings) == len(lanes)  # tiny ones all fit
+
+
+def test_a_repeated_step_is_the_step_taken_as_often() -> None:
+    """MBPA++'s local adaptation: the first step as it is, the others as replays of one graph."""
+    weights = [torch.ones(8, 8, device="cuda").requires_grad_() for _ in range(2)]
+    text = torch.randn(4, 8, device="cuda")
+
+    def step(own: torch.Tensor) -> None:
+        (gradient,) = torch.autograd.grad((text @ own).square().mean(), own)
+        with torch.no_grad():
+            own.add_(gradient, alpha=-0.01)
+
+    repeat(lambda: step(weights[0]), 30, torch.device("cuda"))
+    for _ in range(30):
+        step(weights[1])
+    assert torch.equal(*weights)
+    assert (weights[0] - 1).abs().max() > 0.01
