@@ -90,8 +90,9 @@ def cost_of(pack: Pack) -> dict[str, float]:
 
 
 def read_packs(file: Path) -> list[Pack]:
-    """A table's packs."""
-    return expand(read_sweep(read_yaml(file), file.name))
+    """A table's packs, one for every stream."""
+    packs = expand(read_sweep(read_yaml(file), file.name))
+    return [Pack(config, pack.seeds, pack.varied) for pack in packs for config in pack.configs]
 
 
 def plan(tables: Path = ROOT / "tables") -> dict[str, Any]:

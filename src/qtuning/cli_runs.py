@@ -136,7 +136,8 @@ def validate(
             said = f"data set {card.name!r} with {len(card.labels)} labels"
         elif "streams" in raw or "parts" in raw:
             packs = expand(read_sweep(raw, file.name))
-            said = f"sweep of {len(packs)} packs, {sum(len(p.seeds) for p in packs)} runs"
+            runs = sum(len(pack.configs) * len(pack.seeds) for pack in packs)
+            said = f"sweep of {len(packs)} packs, {runs} runs"
         else:
             config = read_run_config(raw, file.name).resolved()
             said = f"run of {config.method!r} on {config.stream!r}, hash {config.short_hash()}"

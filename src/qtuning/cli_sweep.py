@@ -57,6 +57,13 @@ def sweep(
     lanes: Annotated[
         int | None, typer.Option(help="Seeds that share a pass; as many as fit by default.")
     ] = None,
+    together: Annotated[
+        bool | None,
+        typer.Option(
+            "--together/--apart",
+            help="Streams of equally many tasks share packs, which pays on a GPU; apart by default.",
+        ),
+    ] = None,
     ray: Annotated[
         bool, typer.Option("--ray", help="Packs side by side on Ray, begun again if one dies.")
     ] = False,
@@ -88,6 +95,8 @@ def sweep(
         `qtuning sweep --stream demo --vary queue_size=5,10 --vary prompt_lr=0.003,0.01 --dry-run`
 
         `qtuning sweep examples/sweep.yaml --ray --cpus-per-pack 2`
+
+        `qtuning sweep --stream "order-08 order-09 order-10" --together --data DIR --dry-run`
     """
     from qtuning.sweep import Place, expand, override, read_sweep, run_here, run_on_ray
 
@@ -98,6 +107,8 @@ def sweep(
         own["seeds"] = parse_seeds(seeds)
     if test_limit is not None:
         own["test_limit"] = 0 if test_limit == "all" else whole(test_limit, "--test-limit")
+    if together is not None:
+        own["together"] = together
     chosen = {} if shots is None else {"shots": shots}
     own |= {"settings": chosen | parse_settings(settings or []), "vary": _varied(vary or [])}
     raw = override(raw, own)
@@ -153,13 +164,13 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
     console, table = Console(), Table("pack", "seeds", "finished", "records")
     there = 0
     for pack in packs:
-        folders = [run_folder(output, pack.config, seed) for seed in pack.seeds]
+        folders = [run_folder(output, own, seed) for own in pack.configs for seed in pack.seeds]
         done = sum((folder / "result.json").exists() for folder in folders)
         there += done
         seeds = " ".join(map(str, pack.seeds))
         table.add_row(pack.name, seeds, f"{done} of {len(folders)}", f"{folders[0]}")
     console.print(table)
-    runs = sum(len(pack.seeds) for pack in packs)
+    runs = sum(len(pack.configs) * len(pack.seeds) for pack in packs)
     console.print(f"{len(packs)} packs, {runs} runs, {there} of them finished", highlight=False)
 
 

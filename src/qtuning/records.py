@@ -6,7 +6,8 @@
       state/<n>.safetensors       what continuing needs
       tasks/<name>.safetensors    snapshot, scores and raw prompt of each finished task
       result.json                 when it is finished
-    runs/<stream>/<method>/pack-<hash>.json   which n is committed, for all runs of the pack at once
+    runs/<stream>/<method>/pack-<hash>.json   which n is committed, for all runs of the pack at once (of several
+                                              streams: with the first)
 
 Every file is written aside, flushed and renamed. Replacing the pack's file is the only commit: a kill at any moment
 leaves the last commit, and the same command goes on from there with the same bits.
@@ -37,7 +38,6 @@ from qtuning.files import sha256_of, write_atomic
 from qtuning.lanes import FitState
 from qtuning.snapshots import Snapshot
 from qtuning.stream_loop import Journal, StreamRun
-from qtuning.tasks import Task
 from qtuning.tensors import part
 
 SCHEMA = 1
@@ -85,15 +85,16 @@ class DiskSnapshots(dict[str, Snapshot]):
         return ItemsView(self)
 
 
-def pack_file(folders: Sequence[Path], tasks: int) -> Path:
-    """Where the runs of these folders commit together.
+def pack_file(folders: Sequence[Path], tasks: int, homes: Sequence[Path]) -> Path:
+    """Where the runs of these folders commit together; `homes` are all folders in which their pack may have begun.
 
     A pack that was killed between the results of two runs has learnt everything: the runs whose results are missing
     belong to it still, and take theirs from its last commit rather than learn again in other company.
     """
     names = [folder.name for folder in folders]
     own = folders[0].parent / f"pack-{sha256_of('-'.join(names).encode())[:8]}.json"
-    for file in [] if own.exists() else sorted(own.parent.glob("pack-*.json")):
+    begun = sorted({file for home in homes for file in home.glob("pack-*.json")})
+    for file in [] if own.exists() else begun:
         committed = read_json(file)
         if set(names) < set(committed["runs"]) and committed.get("done") == tasks:
             return file
@@ -141,11 +142,12 @@ class RunJournal(Journal):
             _append(folder / "events.jsonl", {"event": "epoch", **seen})
         self._commit(runs, fits)
 
-    def task(self, runs: Sequence[StreamRun], task: Task) -> None:
-        """Put the finished task on disk, take it out of memory, commit."""
+    def task(self, runs: Sequence[StreamRun]) -> None:
+        """Put the finished tasks on disk, take them out of memory, commit."""
         for run, folder in zip(runs, self.folders, strict=True):
-            snapshot = run.state.snapshots[task.name]
-            tensors = {**snapshot.tensors(), "scores": run.when_learnt[task.name]}
+            task = run.tasks[run.done - 1]
+            snapshot = run.state.snapshots[task]
+            tensors = {**snapshot.tensors(), "scores": run.when_learnt[task]}
             if hasattr(run.state, "queue"):
                 queue = run.state.queue
                 tensors |= {
@@ -153,16 +155,14 @@ class RunJournal(Journal):
                     "prompt": queue.rows[-queue.prompt_length :].clone(),
                 }
             facts = {"card": asdict(snapshot.card), "facts": dict(snapshot.facts)}
-            write_tensors(folder / "tasks" / f"{task.name}.safetensors", tensors, facts)
+            write_tensors(folder / "tasks" / f"{task}.safetensors", tensors, facts)
             names = run.tasks[: run.done]
             run.state = replace(run.state, snapshots=DiskSnapshots(folder / "tasks", names))
             run.when_learnt = _Scores(folder / "tasks", names)
             del snapshot, tensors
             score = to_json(run.matrix)[run.done][run.done - 1]
-            event = {"event": "task", "task": task.name, "score": score}
-            _append(
-                folder / "events.jsonl", {**event, "seconds": run.seconds[task.name], **memory()}
-            )
+            event = {"event": "task", "task": task, "score": score}
+            _append(folder / "events.jsonl", {**event, "seconds": run.seconds[task], **memory()})
         self._commit(runs, None)
 
     def _commit(self, runs: Sequence[StreamRun], fits: list[FitState] | None) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -108,7 +108,17 @@ def run_folder(root: Path, config: RunConfig, seed: int) -> Path:
 
 
 def run(
-    config: RunConfig,
+    config: RunConfig, seeds: Sequence[int], root: Path, **options: Any
+) -> list[dict[str, Any]]:
+    """Run the seeds that are not finished, together; answer at once with the records of those that are.
+
+    `options` are those of `run_together`.
+    """
+    return run_together([config], seeds, root, **options)
+
+
+def run_together(
+    configs: Sequence[RunConfig],
     seeds: Sequence[int],
     root: Path,
     *,
@@ -120,22 +130,40 @@ def run(
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
     started: Callable[[Backbone, list[Task]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run the seeds that are not finished, together; answer at once with the records of those that are.
+    """The seeds of configs that differ in their stream alone, all as lanes of one pack: config by config, seed by seed.
 
     `device`, `compile` and `lanes` say how a run is computed, not what it is: see `load_backbone`.
     """
-    config = config.resolved()
+    configs = [config.resolved() for config in configs]
+    check_company(configs)
     how = {"device": device, "compile": compile, "lanes": lanes}
-    folders = {seed: run_folder(root, config, seed) for seed in seeds}
-    todo = [seed for seed in seeds if not (folders[seed] / "result.json").exists()]
-    if todo:
-        with locked([folders[seed] for seed in todo]):
-            todo = [seed for seed in todo if not (folders[seed] / "result.json").exists()]
-            for seed in todo:
-                _check_config(folders[seed], config, seed)
+    wanted = [(config, seed) for config in configs for seed in seeds]
+    folders = [run_folder(root, config, seed) for config, seed in wanted]
+
+    def unfinished() -> list[int]:
+        return [i for i, folder in enumerate(folders) if not (folder / "result.json").exists()]
+
+    if todo := unfinished():
+        with locked([folders[i] for i in todo]):
+            todo = unfinished()
+            for i in todo:
+                _check_config(folders[i], *wanted[i])
             if todo:
-                _run_pack(config, todo, folders, data, how, report, after_task, started)
-    return [read_json(folders[seed] / "result.json") for seed in seeds]
+                own = [folders[i] for i in todo]
+                tasks = len(get_stream(configs[0].stream).tasks)
+                pack = pack_file(own, tasks, [folder.parent for folder in folders])
+                _run_pack([wanted[i] for i in todo], own, pack, data, how, report, after_task, started)  # fmt: skip
+    return [read_json(folder / "result.json") for folder in folders]
+
+
+def check_company(configs: Sequence[RunConfig]) -> None:
+    """Refuse configs that cannot share a pack."""
+    first = replace(configs[0], stream="")
+    sizes = {len(get_stream(config.stream).tasks) for config in configs}
+    if len(sizes) > 1 or any(replace(config, stream="") != first for config in configs):
+        raise ConfigError(
+            "runs share a pack if they differ in their stream alone, and their streams have equally many tasks."
+        )
 
 
 def prepare(
@@ -155,44 +183,44 @@ def prepare(
 
 
 def _run_pack(
-    config: RunConfig,
-    seeds: Sequence[int],
-    folders: dict[int, Path],
+    wanted: Sequence[tuple[RunConfig, int]],
+    folders: Sequence[Path],
+    pack: Path,
     data: str | None,
     how: Mapping[str, Any],
     report: Report | None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None,
     started: Callable[[Backbone, list[Task]], None] | None,
 ) -> None:
+    config = wanted[0][0]
     tasks, backbone, method, settings = prepare(config, data, how)
-    train = settings[1]
-    own = [folders[seed] for seed in seeds]
-    journal = RunJournal(method, own, pack_file(own, len(tasks)))
+    streams = {config.stream: tasks}
+    for other, _ in wanted:
+        if other.stream not in streams:
+            streams[other.stream] = load_stream(get_stream(other.stream), data)
     if started:
         started(backbone, tasks)
     began = datetime.now(UTC)
     runs = run_streams(
         method,
         backbone,
-        tasks,
-        train,
-        seeds=seeds,
+        [(streams[own.stream], seed) for own, seed in wanted],
+        settings[1],
         protocol=config.protocol,
         test_limit=config.test_limit,
         evaluate_with=config.evaluate_with,
         inner_rows=config.inner_rows,
         report=report,
         after_task=after_task,
-        journal=journal,
+        journal=RunJournal(method, folders, pack),
     )
-    for stream_run in runs:
-        folder = folders[stream_run.seed]
+    for stream_run, folder, (own, _) in zip(runs, folders, wanted, strict=True):
         stored = {
             name: read_tensors(folder / "tasks" / f"{name}.safetensors")
             for name in stream_run.tasks
         }
         flat = settings_dict(*settings)
-        facts = result_of(config, stream_run, backbone, flat, stored, _costs(folder), began)
+        facts = result_of(own, stream_run, backbone, flat, stored, _costs(folder), began)
         write_json(folder / "result.json", facts)
 
 

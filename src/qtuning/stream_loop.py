@@ -1,6 +1,6 @@
 """The loop: for each task of a stream, learn it, score what was learnt so far, keep the row.
 
-Several runs of a stream (its seeds) go through it together, as lanes of one pack; one run is a pack of one.
+Several runs (seeds, or orders of as many tasks) go through it together, as lanes of one pack; one run is a pack of one.
 """
 
 from __future__ import annotations
@@ -73,17 +73,16 @@ class Journal:
     def epoch(self, runs: Sequence[StreamRun], fits: list[FitState]) -> None:
         """All lanes ended an epoch."""
 
-    def task(self, runs: Sequence[StreamRun], task: Task) -> None:
-        """All runs learnt and scored a task."""
+    def task(self, runs: Sequence[StreamRun]) -> None:
+        """All runs learnt and scored a task, each its own."""
 
 
 def run_streams(
     method: Method,
     backbone: Backbone,
-    tasks: Sequence[Task],
+    streams: Sequence[tuple[Sequence[Task], int]],
     train: TrainSettings,
     *,
-    seeds: Sequence[int] = (0,),
     protocol: str = "given",
     test_limit: int = 0,
     evaluate_with: str = "snapshot",
@@ -97,45 +96,55 @@ def run_streams(
     Args:
         method: What learns.
         backbone: The frozen model it learns on.
-        tasks: The stream.
+        streams: For each run its tasks, of which all runs have the same number, and its seed: splits, initialisation
+            and data order.
         train: For the split; the method has its own copy.
-        seeds: One run each: splits, initialisation and data order.
         protocol: Which rows train, validate and test; see `protocols`.
         test_limit: Test rows per class at most; 0 takes all.
         evaluate_with: `snapshot` answers each task with its own finished vectors; `current` is the
             diagnostic that answers all of them with today's shared prefix and queue.
         inner_rows: Test rows of the cells that neither the diagonal nor the last row needs; None for all.
         report: Called after every epoch of every lane.
-        after_task: Called with each finished task and the runs.
+        after_task: Called with each finished task and the runs that learnt it.
         journal: Keeps the progress on disk, so that a killed pack can go on.
     """
     if evaluate_with not in EVALUATE_WITH:
         raise ConfigError(unknown("evaluation mode", evaluate_with, EVALUATE_WITH))
     journal = journal or Journal()
-    runs = [_begin(method, tasks, train, seed, protocol, test_limit) for seed in seeds]
+    runs = [_begin(method, tasks, train, seed, protocol, test_limit) for tasks, seed in streams]
+    orders = [tasks for tasks, _ in streams]
     fits = journal.resume(runs)
     if runs[0].done == 0 and fits is None:
-        for run in runs:
+        for run, tasks in zip(runs, orders, strict=True):
             _measure_untaught(run, 0, backbone, tasks, inner_rows)
-    for i, task in list(enumerate(tasks, start=1))[runs[0].done :]:
+    for i in range(runs[0].done + 1, len(orders[0]) + 1):
         began = time.perf_counter()
-        _learn(method, backbone, runs, task, train, report, journal, fits)
+        now = [tasks[i - 1] for tasks in orders]
+        _learn(method, backbone, runs, now, train, report, journal, fits)
         fits = None
-        for run in runs:
+        for run, tasks, task in zip(runs, orders, now, strict=True):
             run.state = with_key(backbone, run.state, task.name, run.splits[task.name])
             run.seconds[task.name] = (time.perf_counter() - began) / len(runs)
             _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows)
             _measure_untaught(run, i, backbone, tasks[i : i + 1], inner_rows)
             run.done = i
-        journal.task(runs, task)
-        if after_task:
-            after_task(task, runs)
+        journal.task(runs)
+        for name, task in {task.name: task for task in now}.items():
+            if after_task:
+                after_task(task, [run for run in runs if run.tasks[i - 1] == name])
     return runs
 
 
-def run_stream(*args: Any, seed: int = 0, **options: Any) -> StreamRun:
-    """`run_streams` for a single seed."""
-    return run_streams(*args, seeds=(seed,), **options)[0]
+def run_stream(
+    method: Method,
+    backbone: Backbone,
+    tasks: Sequence[Task],
+    train: TrainSettings,
+    seed: int = 0,
+    **options: Any,
+) -> StreamRun:
+    """`run_streams` for a single run."""
+    return run_streams(method, backbone, [(tasks, seed)], train, **options)[0]
 
 
 def _begin(
@@ -159,18 +168,21 @@ def _learn(
     method: Any,
     backbone: Backbone,
     runs: Sequence[StreamRun],
-    task: Task,
+    tasks: Sequence[Task],
     train: TrainSettings,
     report: Report | None,
     journal: Journal,
     fits: list[FitState] | None,
 ) -> None:
-    """One more task for every run: as lanes of a pack, or one by one for methods without lanes."""
+    """One more task for every run, each its own: as lanes of a pack, or one by one for methods without lanes."""
     if not hasattr(method, "lane"):
-        for run in runs:
+        for run, task in zip(runs, tasks, strict=True):
             run.state = method.learn(run.state, task, run.splits[task.name], report)
         return
-    lanes = [method.lane(run.state, task, run.splits[task.name]) for run in runs]
+    lanes = [
+        method.lane(run.state, task, run.splits[task.name])
+        for run, task in zip(runs, tasks, strict=True)
+    ]
     facts = fit_lanes(
         backbone,
         lanes,

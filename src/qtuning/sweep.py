@@ -1,8 +1,8 @@
 """A grid of runs: expanded to packs, done one after another here or spread over Ray.
 
-A pack is one config with all its seeds, which share every pass of the model. Packs know nothing of each other, each
-goes on from its own records, and one that fails does not stop the rest: so a sweep can be stopped, killed or repeated
-at will, and ends with the same records wherever it was computed.
+A pack is one config with all its seeds, which share every pass of the model; `together` puts the orders of a stream
+into one pack. Packs know nothing of each other, each goes on from its own records, and one that fails does not stop the
+rest: so a sweep can be stopped, killed or repeated at will, and ends with the same records wherever it was computed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from qtuning.errors import ConfigError, QTuningError, unknown
 from qtuning.ray_cluster import cause_of, connected, largest_node
-from qtuning.runs import RunConfig, run, run_folder
+from qtuning.runs import RunConfig, run_folder, run_together
+from qtuning.streams import get_stream
 
 LISTS = ("streams", "methods", "models", "presets")
 """What a sweep lists; `RunConfig` has one of each."""
@@ -44,24 +45,34 @@ class Sweep:
     """Settings with several values each."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of `RunConfig`, for all packs."""
+    together: bool = False
+    """Streams of equally many tasks, such as orders of the same ones, in one pack: pays on a card."""
     parts: Sequence[Sweep] = ()
     """Grids that make up this one, which then has none of its own."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One config with all its seeds."""
+    """One config with all its seeds, or several that differ in their stream alone."""
 
     config: RunConfig
     seeds: tuple[int, ...]
     varied: Mapping[str, Any] = field(default_factory=dict)
+    more_streams: tuple[str, ...] = ()
+    """Of as many tasks; their runs share the passes too."""
+
+    @property
+    def configs(self) -> list[RunConfig]:
+        """One for every stream."""
+        return [self.config, *(replace(self.config, stream=name) for name in self.more_streams)]
 
     @property
     def name(self) -> str:
         """What sets it apart, for people."""
         config = self.config
         own = [f"{name} {value}" for name, value in self.varied.items()]
-        words = [config.method, Path(config.stream).stem, Path(config.model).name, *own]
+        streams = " ".join(Path(each.stream).stem for each in self.configs)
+        words = [config.method, streams, Path(config.model).name, *own]
         return " · ".join([*words, *([Path(config.preset).stem] if config.preset else [])])
 
 
@@ -98,7 +109,7 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
     if "parts" in raw:
         parts = _read_parts(raw, source)
         return Sweep((), parts=[read_sweep(part, name) for name, part in parts.items()])
-    known = (*LISTS, "seeds", "settings", "vary", "parts", *FIXED)
+    known = (*LISTS, "seeds", "settings", "vary", "together", "parts", *FIXED)
     for key in raw:
         if key not in known:
             raise ConfigError(f"{source}: {unknown('key', str(key), known)}")
@@ -121,8 +132,12 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
         str(name): _listed(values, f"vary {name}", source)
         for name, values in (raw.get("vary") or {}).items()
     }
+    together = raw.get("together", False)
+    if not isinstance(together, bool):
+        raise ConfigError(f"{source}: together must be true or false, got {together!r}.")
     fixed = {key: raw[key] for key in FIXED if key in raw}
-    return Sweep(**lists, settings=dict(raw.get("settings") or {}), vary=vary, fixed=fixed)
+    settings = dict(raw.get("settings") or {})
+    return Sweep(**lists, settings=settings, vary=vary, fixed=fixed, together=together)
 
 
 def override(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,7 +236,20 @@ def expand(sweep: Sweep) -> list[Pack]:
             ).resolved()
             folder = run_folder(Path(), config, 0)
             packs.setdefault(folder, Pack(config, tuple(sweep.seeds), varied))
-    return list(packs.values())
+    return _joined(packs.values()) if sweep.together else list(packs.values())
+
+
+def _joined(packs: Iterable[Pack]) -> list[Pack]:
+    """Packs that differ in their stream alone, and have equally many tasks, as one."""
+    found: dict[tuple[str, int], Pack] = {}
+    for pack in packs:
+        size = len(get_stream(pack.config.stream).tasks)
+        key = replace(pack.config, stream="").short_hash(), size
+        first = found.setdefault(key, pack)
+        if first is not pack:
+            streams = (*first.more_streams, pack.config.stream)
+            found[key] = replace(first, more_streams=streams)
+    return list(found.values())
 
 
 # ── computing ────────────────────────────────────────────────────────────────────────────────
@@ -234,8 +262,8 @@ def run_pack(pack: Pack, place: Place) -> Outcome:
     began, threads = time.perf_counter(), torch.get_num_threads()
     try:
         torch.set_num_threads(place.threads or threads)
-        found = run(
-            pack.config,
+        found = run_together(
+            pack.configs,
             pack.seeds,
             place.root,
             data=place.data,

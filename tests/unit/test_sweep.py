@@ -204,16 +204,17 @@ def test_a_pack_that_fails_leaves_the_others_finished(
 ) -> None:
     from qtuning import sweep
 
-    real = sweep.run
+    real = sweep.run_together
 
-    def fails(config: Any, *args: Any, **options: Any) -> Any:
+    def fails(configs: Any, *args: Any, **options: Any) -> Any:
+        config = configs[0]
         if config.settings["prompt_length"] == 3:
             raise TrainingError("the loss\nis nan; lower prompt_lr.")
         if config.settings["prompt_length"] == 4:
             raise ZeroDivisionError("by zero")
-        return real(config, *args, **options)
+        return real(configs, *args, **options)
 
-    monkeypatch.setattr(sweep, "run", fails)
+    monkeypatch.setattr(sweep, "run_together", fails)
     plain = {key: value for key, value in TINY.items() if key != "prompt_length"}
     seen: list[str] = []
     found = run_here(
