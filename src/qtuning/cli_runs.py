@@ -34,9 +34,15 @@ def run(
         int | None, typer.Option(help="Training examples per class; 0 for all.")
     ] = None,
     seeds: Annotated[str, typer.Option(help="One or several, e.g. '0 1 2' or '0,1,2'.")] = "0",
-    protocol: Annotated[str | None, typer.Option(help="progprompt, paper or given.")] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(help="given, progprompt, paper or tuning; the stream's own by default."),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="See `qtuning ls presets`.")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Positions of prompt, text and answer; the model's, or 512.")
+    ] = None,
     test_limit: Annotated[str | None, typer.Option(help="Test rows per class, or 'all'.")] = None,
     evaluate_with: Annotated[
         str | None, typer.Option(help="snapshot, or current (diagnostic).")
@@ -51,7 +57,7 @@ def run(
     output: Annotated[Path, typer.Option(help="Where the records lie.")] = Path("runs"),
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
     compile: Annotated[
-        str, typer.Option(help="Compile on a GPU: auto (when the work ahead repays it), on, off.")
+        str, typer.Option(help="On a GPU: auto (when the work ahead repays it), on, dynamic, off.")
     ] = "auto",
     lanes: Annotated[
         int | None, typer.Option(help="Seeds that share a pass; as many as fit by default.")
@@ -78,7 +84,7 @@ def run(
 
     flags: dict[str, Any] = {
         "stream": stream, "method": method, "model": model, "protocol": protocol, "preset": preset,
-        "dtype": dtype, "evaluate_with": evaluate_with,
+        "dtype": dtype, "evaluate_with": evaluate_with, "max_length": max_length,
     }  # fmt: skip
     raw = read_yaml(config) if config else {}
     raw |= {key: value for key, value in flags.items() if value is not None}

@@ -53,7 +53,7 @@ def sweep(
     ] = None,
     output: Annotated[Path, typer.Option(help="Where the records lie.")] = Path("runs"),
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.")] = None,
-    compile: Annotated[str, typer.Option(help="On a GPU: auto, on, off.")] = "auto",
+    compile: Annotated[str, typer.Option(help="On a GPU: auto, on, dynamic, off.")] = "auto",
     lanes: Annotated[
         int | None, typer.Option(help="Seeds that share a pass; as many as fit by default.")
     ] = None,

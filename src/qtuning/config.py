@@ -142,7 +142,13 @@ class TrainSettings:
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "encoder": {},
     "causal": {"batch_size": 8},
-    "seq2seq": {"prompt_lr": 0.3, "shared_lr": 0.3, "scale_lr": 1e-2, "batch_size": 8},
+    "seq2seq": {
+        "prompt_lr": 0.3,
+        "shared_lr": 0.3,
+        "queue_lr": 0.3,
+        "scale_lr": 1e-2,
+        "batch_size": 8,
+    },
 }
 """Learning rates follow the size of a family's embeddings. Encoder and causal: chosen on rows held out from the
 starter tasks' training and validation parts; seq2seq: the paper's."""

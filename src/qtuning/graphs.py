@@ -37,10 +37,14 @@ def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
     step()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph):
-        step()
+    replay: Callable[[], None] = graph.replay
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError:  # not every model can be captured; recording changed nothing
+        replay = step
     for _ in range(times - 1):
-        graph.replay()
+        replay()
     torch.cuda.synchronize(device)  # before the graph and its memory go
 
 

@@ -190,7 +190,7 @@ class _Engine:
         self._times: list[float] = []
         if backbone.compile != "off":
             backbone.is_captured = backbone.device.type == "cuda"
-            backbone.is_compiled = backbone.is_compiled or backbone.compile == "on"
+            backbone.is_compiled = backbone.is_compiled or backbone.compile in ("on", "dynamic")
         self._pack([])
 
     def _pack(self, kept: Sequence[Fit]) -> None:

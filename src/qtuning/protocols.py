@@ -91,14 +91,19 @@ def _paper(task: Task, shots: int, seed: int, validation_limit: int) -> Split:
 
 
 def _tuning(task: Task, shots: int, seed: int, validation_limit: int) -> Split:
-    """Training rows alone: K per class to train, half of the rest to validate and half to test on."""
+    """Training rows alone: of each class a half, 500 at most, is held out for every seed alike, to be halved again."""
     pool, _ = _pools(task)
-    train = _per_class(task, pool, task.label_ids, shots, f"train-{seed}")
-    taken = set(train)
-    rest = [i for i in pool if i not in taken]
-    rest = _per_class(task, rest, task.label_ids, 2 * PAPER_VALIDATION, "tuning")
-    order = numpy_generator("tuning-halves", task.name).permutation(len(rest))
-    validation, test = ([rest[i] for i in order[k::2]] for k in (0, 1))
+    held: list[int] = []
+    for label in range(len(task.label_names)):
+        own = [i for i in pool if task.label_ids[i] == label]
+        held += _per_class(
+            task, own, task.label_ids, min(PAPER_VALIDATION, len(own) // 2), "tuning"
+        )
+    taken = set(held)
+    train = [i for i in pool if i not in taken]
+    train = _per_class(task, train, task.label_ids, shots, f"train-{seed}") if shots else train
+    order = numpy_generator("tuning-halves", task.name).permutation(len(held))
+    validation, test = ([held[i] for i in order[k::2]] for k in (0, 1))
     validation = _per_class(
         task, validation, task.label_ids, validation_limit, f"validation-{seed}"
     )

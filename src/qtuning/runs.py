@@ -219,7 +219,7 @@ def _run_pack(
             name: read_tensors(folder / "tasks" / f"{name}.safetensors")
             for name in stream_run.tasks
         }
-        flat = settings_dict(*settings)
+        flat = settings_dict(getattr(method, "settings", settings[0]), settings[1])
         facts = result_of(own, stream_run, backbone, flat, stored, _costs(folder), began)
         write_json(folder / "result.json", facts)
 

@@ -122,9 +122,11 @@ def run_streams(
         now = [tasks[i - 1] for tasks in orders]
         _learn(method, backbone, runs, now, train, report, journal, fits)
         fits = None
-        for run, tasks, task in zip(runs, orders, now, strict=True):
+        for run, task in zip(runs, now, strict=True):
             run.state = with_key(backbone, run.state, task.name, run.splits[task.name])
-            run.seconds[task.name] = (time.perf_counter() - began) / len(runs)
+        seconds = (time.perf_counter() - began) / len(runs)  # before anything is scored
+        for run, tasks, task in zip(runs, orders, now, strict=True):
+            run.seconds[task.name] = seconds
             _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows)
             _measure_untaught(run, i, backbone, tasks[i : i + 1], inner_rows)
             run.done = i

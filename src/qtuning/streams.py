@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from qtuning.errors import ConfigError, unknown
+from qtuning.protocols import PROTOCOLS
 
 CARD_KEYS = {"name", "version", "description", "group", "licence", "labels", "label_words"}
 CARD_OPTIONS = {"file", "hub", "fields", "metrics", "pairs", "question_id"}
@@ -117,6 +118,8 @@ def read_stream(raw: Mapping[str, Any], source: str) -> Stream:
         if not is_file_name(task) and task not in list_tasks():
             raise ConfigError(f"{source}: {unknown('task', str(task), list_tasks())}")
     protocol = str(raw.get("protocol", "given"))
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"{source}: {unknown('protocol', protocol, PROTOCOLS)}")
     return Stream(str(raw["name"]), str(raw["description"]), tuple(tasks), protocol)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from statistics import mean, stdev
 from typing import Any
 
+from qtuning.config import MethodSettings
 from qtuning.errors import RecordError
 from qtuning.evaluation import sign_flip_p
 from qtuning.run_labels import circumstances, label_runs
@@ -15,6 +17,9 @@ LONG = ("order-08", "order-09", "order-10")
 LIFELONG = ("order-11", "order-12", "order-13")
 LENGTH_MATCHED = "per-task-prompt-long"
 """The control whose prompts are as long as Q-tuning's and share nothing."""
+LENGTHS = {"prompt_length", "shared_length", "queue_size"}
+SWITCHES = {f.name for f in fields(MethodSettings)} - LENGTHS
+"""Settings that mean nothing to that control."""
 
 Record = dict[str, Any]
 Seeds = Mapping[int, Record]
@@ -65,9 +70,9 @@ def _long(labels: Labels) -> dict[str, Any]:
         scores = [_scores(runs.get(order, {})) for order in LONG]
         whole = sorted(set.intersection(*map(set, scores)))
         averages[label] = {seed: mean(each[seed] for each in scores) for seed in whole}
-    control = _control(averages)
     found: dict[str, Any] = {}
     for label, runs in labels.items():
+        control = _control(label)
         found[label] = {
             "orders": {order: _spread(_scores(runs[order])) for order in runs},
             "average": _spread(averages[label]) if averages[label] else None,
@@ -78,14 +83,12 @@ def _long(labels: Labels) -> dict[str, Any]:
     return found
 
 
-def _control(averages: Mapping[str, Mapping[int, float]]) -> str:
-    """The control's main label: its bare name, else the one with all orders, fewest additions, most seeds."""
-    ranks = {
-        label: (label != LENGTH_MATCHED, not scores, label.count(", "), -len(scores))
-        for label, scores in averages.items()
-        if label.split(", ")[0] == LENGTH_MATCHED
-    }
-    return min(ranks, key=lambda label: ranks[label], default=LENGTH_MATCHED)
+def _control(label: str) -> str:
+    """The length-matched prompt under the same conditions: with what was changed but Q-tuning's own switches."""
+    changed = label.split(", ")[1:]
+    return ", ".join(
+        [LENGTH_MATCHED, *(each for each in changed if each.split()[0] not in SWITCHES)]
+    )
 
 
 def _minus(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any] | None:

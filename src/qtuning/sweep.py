@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def override(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     for part in raw["parts"]:
         if not isinstance(part, Mapping):
             return raw  # the reader refuses it
-        kept = {key: value for key, value in part.items() if key in LISTS or key not in own}
+        kept = {k: v for k, v in part.items() if k not in own or k in (*LISTS, "settings", "vary")}
         for key in ("settings", "vary"):
             if isinstance(part.get(key), Mapping):
                 kept[key] = {name: v for name, v in part[key].items() if name not in told}
@@ -190,12 +190,14 @@ def _read_parts(raw: Mapping[str, Any], source: str) -> dict[str, dict[str, Any]
 
 
 def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of `above` count; settings and what is varied are merged name by name."""
+    """Keys of `above` count; settings and what is varied name by name, whichever of the two they stand in below."""
     merged = {**below, **above}
-    for key in ("settings", "vary"):
-        both = [below.get(key) or {}, above.get(key) or {}]
-        refused = [each for each in both if not isinstance(each, Mapping)]  # by the reader
-        merged[key] = refused[0] if refused else {**both[0], **both[1]}
+    parts = [source.get(key) or {} for source in (below, above) for key in ("settings", "vary")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        return merged  # the reader refuses it
+    told = {*parts[2], *parts[3]}
+    for key, own, new in (("settings", parts[0], parts[2]), ("vary", parts[1], parts[3])):
+        merged[key] = {**{name: own[name] for name in own if name not in told}, **new}
     return merged
 
 
@@ -211,16 +213,22 @@ def _listed(value: Any, key: str, source: str) -> tuple[Any, ...]:
 
 
 def expand(sweep: Sweep) -> list[Pack]:
-    """All packs, every name and setting checked; combinations that mean the same run are one pack."""
-    if sweep.parts:
-        found: dict[Path, Pack] = {}
-        for pack in (pack for part in sweep.parts for pack in expand(part)):
-            found.setdefault(run_folder(Path(), pack.config, 0), pack)
-        return list(found.values())
+    """All packs, every name and setting checked; combinations that mean the same run are one pack, with all seeds."""
+    found: dict[tuple[Path, bool], Pack] = {}
+    for part in sweep.parts or (sweep,):
+        for pack in _grid(part):
+            key = run_folder(Path(), pack.config, 0), part.together
+            first = found.setdefault(key, pack)
+            found[key] = replace(first, seeds=tuple(dict.fromkeys((*first.seeds, *pack.seeds))))
+    apart = [pack for (_, together), pack in found.items() if not together]
+    return [*apart, *_joined(pack for (_, together), pack in found.items() if together)]
+
+
+def _grid(sweep: Sweep) -> Iterator[Pack]:
+    """Every combination of what one grid lists."""
     for name in sweep.vary:
         if name in sweep.settings:
             raise ConfigError(f"{name} is both set and varied; leave one of them out.")
-    packs: dict[Path, Pack] = {}
     grid = itertools.product(sweep.streams, sweep.models, sweep.presets, sweep.methods)
     for stream, model, preset, method in grid:
         named = preset.replace("{method}", method).replace("{model}", Path(model).name)
@@ -234,17 +242,15 @@ def expand(sweep: Sweep) -> list[Pack]:
                 settings={**sweep.settings, **varied},
                 **sweep.fixed,
             ).resolved()
-            folder = run_folder(Path(), config, 0)
-            packs.setdefault(folder, Pack(config, tuple(sweep.seeds), varied))
-    return _joined(packs.values()) if sweep.together else list(packs.values())
+            yield Pack(config, tuple(sweep.seeds), varied)
 
 
 def _joined(packs: Iterable[Pack]) -> list[Pack]:
     """Packs that differ in their stream alone, and have equally many tasks, as one."""
-    found: dict[tuple[str, int], Pack] = {}
+    found: dict[tuple[Any, ...], Pack] = {}
     for pack in packs:
         size = len(get_stream(pack.config.stream).tasks)
-        key = replace(pack.config, stream="").short_hash(), size
+        key = replace(pack.config, stream="").short_hash(), size, pack.seeds
         first = found.setdefault(key, pack)
         if first is not pack:
             streams = (*first.more_streams, pack.config.stream)

@@ -21,6 +21,7 @@ from qtuning.errors import ConfigError
 from qtuning.files import write_atomic
 from qtuning.methods import list_methods
 from qtuning.runs import RunConfig, run
+from qtuning.streams import get_stream, list_tasks
 
 BUDGET = 6
 """Candidates of every method that has something to tune."""
@@ -76,20 +77,32 @@ def tune(
         after: Called with every finished candidate.
         how: Passed on to `runs.run`.
     """
-    if any(stream.startswith("order-") for stream in streams):
-        raise ConfigError(
-            "the paper's orders are for reporting; tune on other streams, such as 'tuning'."
-        )
+    for stream in streams:
+        _check_not_reported(replace(config, stream=stream, protocol="").resolved())
     tried = []
     for own in candidates(config.method, family, config.settings):
         scores = []
         for stream in streams:
-            wanted = replace(config, stream=stream, settings={**config.settings, **own})
+            wanted = replace(
+                config, stream=stream, protocol="", settings={**config.settings, **own}
+            )
             scores += [result["average_score"] for result in run(wanted, seeds, root, **how)]
         tried.append(Tried(own, scores))
         if after:
             after(tried[-1])
     return sorted(tried, key=lambda each: -each.score)
+
+
+def _check_not_reported(config: RunConfig) -> None:
+    """Refuse test rows that tables report: those of public data sets, but under the protocol `tuning`."""
+    cards = [
+        list_tasks()[name][0] for name in get_stream(config.stream).tasks if name in list_tasks()
+    ]
+    if config.protocol != "tuning" and any(card.hub for card in cards):
+        raise ConfigError(
+            f"the test rows of {config.stream!r} are for reporting; tune on other streams, such as 'tuning', or on "
+            f"a stream with 'protocol: tuning', such as 'tuning-long'."
+        )
 
 
 def write_preset(path: Path, config: RunConfig, tried: Sequence[Tried], about: str) -> None:

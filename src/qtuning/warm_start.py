@@ -1,8 +1,8 @@
 """Where a new prompt starts: from the earlier task that helps most, instead of from the vocabulary.
 
 A departure from the paper (`warm_start`). `loss` asks which finished prompt, as it stands, explains the new task's
-training examples best; `key` which task's texts lie nearest. Both look at a few tasks, those with
-the nearest keys, so that the cost of a task does not grow with the stream.
+training examples best; `key` which task's texts lie nearest. Both ask the latest few tasks, so that the cost of a task
+does not grow with the stream.
 """
 
 from __future__ import annotations
@@ -22,9 +22,18 @@ from qtuning.snapshots import Snapshot
 from qtuning.tasks import Rows, Split
 
 CANDIDATES = 10
-"""Tasks that are asked, at most."""
+"""Tasks that are asked, at most: the latest."""
 JUDGED_ROWS = 64
-"""Training examples that the losses are measured on, at most."""
+"""Training examples that are looked at, at most."""
+
+
+def check_warm_start(backbone: Backbone, settings: MethodSettings) -> None:
+    """Refuse what could only fail at the second task."""
+    if settings.warm_start == "loss" and backbone.needs_head:
+        raise ConfigError(
+            f"warm_start 'loss' needs a model that writes its answers, and {backbone.name!r} has no head for a "
+            f"task before it is learnt; use warm_start 'key'."
+        )
 
 
 def find_source(
@@ -35,32 +44,23 @@ def find_source(
     answers: AnswerSet,
 ) -> Snapshot | None:
     """The snapshot that the new prompt starts from; None to start from the vocabulary."""
-    if settings.warm_start == "none" or not snapshots:
+    if settings.warm_start == "none":
         return None
-    places = range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS))
-    train = split.train.at(list(places))
-    near = nearest_first(backbone, list(snapshots.values()), train)
+    latest = [snapshots[name] for name in list(snapshots)[-CANDIDATES:]]
+    known = [each for each in latest if "imported_from" not in each.facts]
+    train = split.train.at(range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS)))
     if settings.warm_start == "key":
-        return near[0]
-    if backbone.needs_head:
-        raise ConfigError(
-            f"warm_start 'loss' needs a model that writes its answers, and {backbone.name!r} has no head for a "
-            f"task before it is learnt; use warm_start 'key'."
-        )
-    return min(near[:CANDIDATES], key=lambda each: loss_under(backbone, each, train, answers))
+        features = read_features(backbone, train.texts)
+        return max(known, key=lambda each: similarity(features, each), default=None)
+    return min(known, key=lambda each: loss_under(backbone, each, train, answers), default=None)
 
 
-def nearest_first(backbone: Backbone, snapshots: list[Snapshot], train: Rows) -> list[Snapshot]:
-    """Snapshots in the order of their keys' similarity to these texts; those without a key last, newest first."""
-    features = read_features(backbone, train.texts)
-
-    def similarity(snapshot: Snapshot) -> float:
-        key = snapshot.key
-        if key is None:
-            return -2.0
-        return float((directions(features, key.mean, key.spread) @ key.vector).mean())
-
-    return sorted(reversed(snapshots), key=similarity, reverse=True)
+def similarity(features: Tensor, snapshot: Snapshot) -> float:
+    """Mean cosine of features [n, h] to a task's key; the least there is without one."""
+    key = snapshot.key
+    if key is None:
+        return -1.0
+    return float((directions(features, key.mean, key.spread) @ key.vector).mean())
 
 
 @torch.no_grad()

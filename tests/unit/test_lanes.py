@@ -81,16 +81,19 @@ def test_packed_equals_alone_in_float64(exact_backbone, extra: dict) -> None:
 
 def test_few_steps_make_few_shapes_and_none_is_narrower_than_its_rows(bert) -> None:
     lanes = make_lanes(bert)
+    assert any(lane.teacher is not None for lane in lanes)
     few, many = (
         Pack(bert, lanes, make_settings(**{**SMALL, "batch_size": 4, "epochs": epochs})[1])
         for epochs in (1, 10_000)
     )
-    longest = few.longest[0]
-    assert longest == max(few.lengths[: len(few.lengths) // 2 + 1].max(), few.lengths.max())
-    widths = range(5, longest + 1)
-    assert {few._bucket(width, longest) for width in widths} == {longest}
-    found = [many._bucket(width, longest) for width in widths]
-    assert all(width <= bucket < width + 8 for width, bucket in zip(widths, found, strict=True))
+    whole = [len(t.ids) + len(lane.layout(lane.tensors)) for lane in lanes for t in lane.train]
+    shared = [len(t.ids) + 2 for lane in lanes if lane.teacher is not None for t in lane.train]
+    assert few.longest == (max(whole), max(shared))
+    for longest in few.longest:
+        widths = range(5, longest + 1)
+        assert {few._bucket(width, longest) for width in widths} == {longest}
+        found = [many._bucket(width, longest) for width in widths]
+        assert all(width <= bucket < width + 8 for width, bucket in zip(widths, found, strict=True))
     assert few._bucket(0, 0) == 0
 
 
@@ -330,13 +333,14 @@ def test_compiling_is_for_long_work_on_a_card(bert) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["on", "dynamic"])
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "bart"])
-def test_compiled_equals_eager(kind: str) -> None:
+def test_compiled_equals_eager(kind: str, mode: str) -> None:
     """float64, five steps: 1e-9, Llama 1e-6 (its norm rounds to float32); the model ends as it was."""
     backbone = make_backbone(kind, dtype=torch.float64)
     eager, compiled = make_lanes(backbone), make_lanes(backbone)
     train_steps(backbone, eager, 5)
-    backbone.is_compiled = True
+    backbone.is_compiled, backbone.compile = True, mode
     train_steps(backbone, compiled, 5)
     for a, b in zip(eager, compiled, strict=True):
         for x, y in zip(leaves(a), leaves(b), strict=True):

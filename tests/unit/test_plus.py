@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -144,24 +146,40 @@ def test_without_earlier_tasks_a_prompt_starts_from_the_vocabulary(llama) -> Non
 
 
 def test_an_encoder_refuses_to_measure_losses_and_says_what_to_use(bert) -> None:
-    method = method_for(bert, warm_start="key")
-    state, _ = learnt(method, 1)
-    task = make_task("next", rows=8)
     with pytest.raises(ConfigError, match="use warm_start 'key'"):
-        method_for(bert, warm_start="loss").lane(state, task, task.split(4, 0))
+        method_for(bert, warm_start="loss")
 
 
-def test_the_number_of_tasks_asked_does_not_grow(llama, monkeypatch) -> None:
+def test_the_number_of_tasks_read_and_asked_does_not_grow(llama, monkeypatch) -> None:
+    class Counting(dict):
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
     method = method_for(llama, warm_start="loss")
     state, lanes = learnt(method, 1)
-    known = {f"copy{i}": state.snapshots["task0"] for i in range(2 * CANDIDATES)}
-    asked = []
+    known = Counting({f"copy{i}": state.snapshots["task0"] for i in range(2 * CANDIDATES)})
+    read, asked = [], []
     monkeypatch.setattr(
         "qtuning.warm_start.loss_under", lambda *given: asked.append(given) or len(asked)
     )
     split = make_task("next", rows=8).split(4, 0)
     find_source(llama, method.settings, known, split, lanes[0].answers)
     assert len(asked) == CANDIDATES
+    assert read == [f"copy{i}" for i in range(CANDIDATES, 2 * CANDIDATES)]
+
+
+def test_nobody_learns_from_an_imported_prompt(llama) -> None:
+    method = method_for(llama, warm_start="loss")
+    state, lanes = learnt(method, 1)
+    foreign = replace(
+        state.snapshots["task0"], rows=torch.zeros(1, 32), facts={"imported_from": "x"}
+    )
+    split = make_task("next", rows=8).split(4, 0)
+    answers = lanes[0].answers
+    assert find_source(llama, method.settings, {"foreign": foreign}, split, answers) is None
+    both = {**state.snapshots, "foreign": foreign}
+    assert find_source(llama, method.settings, both, split, answers) is state.snapshots["task0"]
 
 
 def test_the_newest_first_order_takes_the_right_rows(llama) -> None:

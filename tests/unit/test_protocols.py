@@ -122,6 +122,8 @@ def test_tuning_looks_at_training_rows_alone(folder: Path) -> None:
     assert split.sizes["validation"] == 20
     other = make_split("tuning", task, 16, seed=1, validation_limit=10)
     assert other.train != split.train
+    assert other.test == split.test  # the same test rows for every seed
+    assert make_split("tuning", task, 0, seed=0).sizes["train"] > 32  # all that are not held out
     assert get_stream("tuning-long").protocol == "tuning"
     assert get_stream("order-09").protocol == "progprompt"
     assert get_stream("demo").protocol == "given"

@@ -183,6 +183,33 @@ def test_a_bad_sweep_is_refused(case: Any) -> None:
     assert says in str(error.value)
 
 
+def test_parts_that_mean_the_same_runs_share_a_pack_with_all_seeds() -> None:
+    raw = {
+        "streams": ["demo"],
+        "seeds": [0, 1, 2],
+        "parts": [
+            {"methods": ["q-tuning", "prog-prompt"]},
+            {"methods": ["q-tuning"], "seeds": [2, 3, 4, 5]},
+        ],
+    }
+    packs = expand(read_sweep(raw, "x.yaml"))
+    assert {pack.config.method: pack.seeds for pack in packs} == {
+        "q-tuning": (0, 1, 2, 3, 4, 5),
+        "prog-prompt": (0, 1, 2),
+    }
+
+
+def test_a_flag_may_vary_what_a_file_sets_and_set_what_it_varies() -> None:
+    raw = {"streams": ["demo"], "settings": {"shots": 20}, "vary": {"queue_size": [5, 10]}}
+    own = {"settings": {"queue_size": "3"}, "vary": {"shots": ["4", "8"]}}
+    found = read_sweep(override(raw, own), "x.yaml")
+    assert dict(found.settings) == {"queue_size": "3"}
+    assert found.vary == {"shots": ("4", "8")}
+    bad = {"streams": ["demo"], "parts": [{"settings": "x"}]}
+    with pytest.raises(ConfigError, match="settings must be a mapping"):
+        read_sweep(override(bad, {"settings": {}, "vary": {}}), "x.yaml")
+
+
 # ── in this process ──────────────────────────────────────────────────────────────────────────
 
 

@@ -37,7 +37,7 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
-COMPILE = ("auto", "on", "off")
+COMPILE = ("auto", "on", "dynamic", "off")
 READOUTS = ("mean", "cls", "peft")
 DEFAULT_MAX_LENGTH = 512
 

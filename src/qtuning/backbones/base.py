@@ -258,7 +258,9 @@ class Backbone:
 
     def training_layers(self) -> AbstractContextManager[None]:
         """Inside, the model runs as training wants it: compiled where that was decided."""
-        return compiled(repeated_layers(self.model)) if self.is_compiled else nullcontext()
+        if not self.is_compiled:
+            return nullcontext()
+        return compiled(repeated_layers(self.model), dynamic=self.compile == "dynamic")
 
     def aligned(self, width: int) -> int:
         """Positions of a sequence as the device's fast kernels want them: eights on a card."""

@@ -23,12 +23,12 @@ def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def compiled(layers: list[torch.nn.Module]) -> Iterator[None]:
-    """Inside, these layers run compiled for fixed shapes; outside, they are what they were."""
+def compiled(layers: list[torch.nn.Module], dynamic: bool = False) -> Iterator[None]:
+    """Inside, these layers run compiled, for fixed shapes or for any; outside, they are what they were."""
     with many_shapes(), ExitStack() as undo:
         for layer in layers:
             undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
-            layer.compile(dynamic=False)  # cheap: what was compiled before is found again
+            layer.compile(dynamic=dynamic)  # cheap: what was compiled before is found again
         yield
 
 

@@ -4,8 +4,8 @@ The queue is full from the beginning (`fill_queue`), a task trains a copy of the
 reweighing them, and its new prompt starts from the earlier task that explains it best (`warm_start`).
 
 Relations: `q-tuning` with `--set fill_queue=true --set thaw=true --set warm_start=loss` is the same; leave one out to
-see what it is worth. Every task has as many trained rows as `per-task-prompt-long`, so what differs from that is help
-from earlier tasks alone.
+see what it is worth. Every task trains as many rows as `per-task-prompt-long` has, from the first task on; what differs
+from that is where the rows start, a scale on them, and retention of the shared prefix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from qtuning.backbones import Backbone
 from qtuning.config import MethodSettings, TrainSettings
-from qtuning.methods import PROMPT_GRID, MethodInfo, register
+from qtuning.methods import MethodInfo, register
 from qtuning.methods.qtuning import QTuning
 
 
@@ -30,6 +30,6 @@ register(
         description="Q-tuning with a thawed queue that is full from the start, and warm starts from earlier tasks",
         paper="Guo et al., 2024, arXiv 2404.14607; warm starts as in Vu et al., 2022, arXiv 2110.07904",
         make=q_tuning_plus,
-        grid=PROMPT_GRID,
+        grid={"prompt_lr+shared_lr+queue_lr": (0.3, 1.0, 3.0), "epochs": (1.0, 2.0)},
     )
 )

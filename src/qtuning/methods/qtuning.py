@@ -29,7 +29,7 @@ from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task
 from qtuning.tensors import part
-from qtuning.warm_start import find_source
+from qtuning.warm_start import check_warm_start, find_source
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class QTuning:
     state_class = QState
 
     def __init__(self, backbone: Backbone, settings: MethodSettings, train: TrainSettings):
+        check_warm_start(backbone, settings)
         self.backbone, self.settings, self.train = backbone, settings, train
 
     def start(self, seed: int) -> QState:
