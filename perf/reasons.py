@@ -101,7 +101,17 @@ def draw_transfer() -> None:
     for i, j in np.ndindex(gain.shape):
         best = j == min((k for k in range(len(names)) if k != i), key=lambda k: gain[i, k])
         weight = "bold" if best else "normal"
-        axis.text(j, i, f"{gain[i, j]:+.1f}", ha="center", va="center", fontsize=8, weight=weight)
+        colour = "white" if abs(gain[i, j]) > 0.6 * abs(gain).max() else "black"
+        axis.text(
+            j,
+            i,
+            f"{gain[i, j]:+.1f}",
+            ha="center",
+            va="center",
+            fontsize=8,
+            weight=weight,
+            color=colour,
+        )
     axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     axis.set(

@@ -232,6 +232,17 @@ def test_the_findings_figures_are_those_of_the_records() -> None:
         (line,) = [line for line in page.splitlines() if line.startswith(f"| `{method}`, ")]
         cells = [cell.strip() for cell in line.split("|")[2:4]]
         assert cells == [found.get("0.01", ""), found.get("0.03", "")]
+    loss = json.loads((ROOT / "perf" / "results" / "transfer-smollm2.json").read_text())["loss"]
+    best = {
+        task: min((p for p in row if p not in (task, "vocabulary")), key=row.get)
+        for task, row in loss.items()
+    }
+    for one, other in (("yelp", "amazon"), ("imdb", "sst2"), ("mnli", "rte")):
+        assert (best[one], best[other]) == (other, one)
+    said = "lower loss ({:.1f}) than under their own ({:.1f})"
+    assert said.format(loss["yelp"]["amazon"], loss["yelp"]["yelp"]) in page
+    assert f"`imdb`'s prompt costs {loss['sst2']['imdb']:.2f}" in page
+    assert f"under `yelp`'s costs {loss['amazon']['yelp']:.1f}" in page
     moved = sorted(
         abs(weight - 1)
         for file in (ROOT / "results" / "order-09-minilm" / "q-tuning").glob("*/result.json")
