@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import yaml
@@ -62,8 +63,25 @@ def test_the_best_mean_wins_and_is_written_as_a_preset(
 
 
 def test_reported_streams_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the paper's orders are for reporting"):
-        tune(RunConfig("order-09"), ["order-09"], [0], "encoder", tmp_path)
+    mine = {"name": "mine", "version": 1, "description": "", "tasks": ["sst2", "rte"]}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    for stream in ("order-09", str(tmp_path / "mine.yaml")):
+        with pytest.raises(ConfigError, match="are for reporting; tune on other streams"):
+            tune(RunConfig(stream), [stream], [0], "encoder", tmp_path)
+
+
+def test_every_stream_keeps_its_own_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resolving the first must not hand its protocol to the others, whose test rows may be reported."""
+    seen = []
+
+    def fake(config: RunConfig, *args: Any, **how: Any) -> list[dict[str, float]]:
+        seen.append((config.stream, config.resolved().protocol))
+        return [{"average_score": 0.5}]
+
+    monkeypatch.setattr("qtuning.tuning.run", fake)
+    base = RunConfig("tuning", method="zero-shot").resolved()
+    tune(base, ["tuning", "tuning-long"], [0], "causal", Path())
+    assert seen == [("tuning", "given"), ("tuning-long", "tuning")]
 
 
 def test_tuning_tasks_are_in_no_reported_stream() -> None:

@@ -29,7 +29,7 @@ def table_rows(groups: Sequence[Group]) -> list[list[str]]:
                 str(group.runs[0]["settings"]["shots"] or "all"),
                 f"{100 * mean:.1f}",
                 "" if sd is None else f"{100 * sd:.1f}",
-                "" if math.isnan(backward) else f"{100 * backward + 0.0:.1f}",
+                "" if math.isnan(backward) else f"{100 * backward:z.1f}",
             ]
         )
     return rows

@@ -21,7 +21,7 @@ def render_page(records: Records) -> str:
     groups = group_runs(records.results)
     text = (files("qtuning.report") / "page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:.1f}"
+    environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:z.1f}"
     environment.filters["score"] = _score
     return environment.from_string(text).render(
         version=__version__,
@@ -39,7 +39,7 @@ def _score(pair: tuple[float, float | None]) -> str:
     mean, sd = pair
     if math.isnan(mean):
         return "–"
-    return f"{100 * mean:.1f}" if sd is None else f"{100 * mean:.1f} ± {100 * sd:.1f}"
+    return f"{100 * mean:z.1f}" if sd is None else f"{100 * mean:z.1f} ± {100 * sd:.1f}"
 
 
 def _by_stream(groups: Sequence[Group]) -> list[dict[str, Any]]:
