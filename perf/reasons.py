@@ -54,18 +54,8 @@ def label(entry: dict[str, Any]) -> str:
 def draw_scales() -> None:
     """A square for every pair: how much a task turned an earlier prompt up or down."""
     names, found = scales()
-    figure, axis = pyplot.subplots(figsize=(6.2, 5))
-    image = axis.imshow(found, cmap="PuOr", vmin=0.9, vmax=1.1)
-    for i, j in np.argwhere(~np.isnan(found)):
-        axis.text(j, i, f"{found[i, j]:.2f}", ha="center", va="center", fontsize=7)
-    axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
-    axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set(
-        xlabel="prompt of",
-        ylabel="task that learns",
-        title="learnt scale, mean over a prompt's rows",
-    )
-    figure.colorbar(image, shrink=0.8)
+    figure, axis = heatmap(names, found, 1.0, 0.1, ".2f", "task that learns")
+    axis.set_title("learnt scale, mean over a prompt's rows")
     _save(figure, "reasons-scale.png")
 
 
@@ -96,31 +86,41 @@ def draw_transfer() -> None:
     gain = np.array(
         [[record["loss"][t][p] - record["loss"][t]["vocabulary"] for p in names] for t in names]
     )
+    others = gain + np.diag([np.inf] * len(names))
+    figure, axis = heatmap(names, gain, 0.0, abs(gain).max(), "+.1f", "texts of", others.argmin(1))
+    axis.set_title("loss under another task's prompt, against a fresh one")
+    _save(figure, "reasons-transfer.png")
+
+
+def heatmap(
+    names: list[str],
+    values: np.ndarray,
+    middle: float,
+    reach: float,
+    form: str,
+    rows: str,
+    bold: np.ndarray | None = None,
+) -> tuple[Any, Any]:
+    """A square for every pair, coloured by its distance from the middle; one of each row may be bold."""
     figure, axis = pyplot.subplots(figsize=(6.2, 5))
-    image = axis.imshow(gain, cmap="PuOr_r", vmin=-abs(gain).max(), vmax=abs(gain).max())
-    for i, j in np.ndindex(gain.shape):
-        best = j == min((k for k in range(len(names)) if k != i), key=lambda k: gain[i, k])
-        weight = "bold" if best else "normal"
-        colour = "white" if abs(gain[i, j]) > 0.6 * abs(gain).max() else "black"
+    colours = "PuOr" if middle else "PuOr_r"  # purple is what helps: a larger scale, a lower loss
+    image = axis.imshow(values, cmap=colours, vmin=middle - reach, vmax=middle + reach)
+    for i, j in np.argwhere(~np.isnan(values)):
         axis.text(
             j,
             i,
-            f"{gain[i, j]:+.1f}",
+            format(values[i, j], form),
             ha="center",
             va="center",
             fontsize=8,
-            weight=weight,
-            color=colour,
+            weight="bold" if bold is not None and bold[i] == j else "normal",
+            color="white" if abs(values[i, j] - middle) > 0.6 * reach else "black",
         )
     axis.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
-    axis.set(
-        xlabel="prompt of",
-        ylabel="texts of",
-        title="loss under another task's prompt, against a fresh one",
-    )
+    axis.set(xlabel="prompt of", ylabel=rows)
     figure.colorbar(image, shrink=0.8)
-    _save(figure, "reasons-transfer.png")
+    return figure, axis
 
 
 def _save(figure: Any, name: str) -> None:
