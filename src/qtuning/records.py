@@ -145,24 +145,14 @@ class RunJournal(Journal):
     def task(self, runs: Sequence[StreamRun]) -> None:
         """Put the finished tasks on disk, take them out of memory, commit."""
         for run, folder in zip(runs, self.folders, strict=True):
-            task = run.tasks[run.done - 1]
-            snapshot = run.state.snapshots[task]
-            tensors = {**snapshot.tensors(), "scores": run.when_learnt[task]}
-            if hasattr(run.state, "queue"):
-                queue = run.state.queue
-                tensors |= {
-                    "queue": queue.rows,
-                    "prompt": queue.rows[-queue.prompt_length :].clone(),
-                }
-            facts = {"card": asdict(snapshot.card), "facts": dict(snapshot.facts)}
-            write_tensors(folder / "tasks" / f"{task}.safetensors", tensors, facts)
-            names = run.tasks[: run.done]
-            run.state = replace(run.state, snapshots=DiskSnapshots(folder / "tasks", names))
-            run.when_learnt = _Scores(folder / "tasks", names)
-            del snapshot, tensors
-            score = to_json(run.matrix)[run.done][run.done - 1]
-            event = {"event": "task", "task": task, "score": score}
-            _append(folder / "events.jsonl", {**event, "seconds": run.seconds[task], **memory()})
+            _put_on_disk(run, folder)
+        used = (
+            memory()
+        )  # of the process, so once for all runs: looking at every object takes a while
+        for run, folder in zip(runs, self.folders, strict=True):
+            task, score = run.tasks[run.done - 1], to_json(run.matrix)[run.done][run.done - 1]
+            event = {"event": "task", "task": task, "score": score, "seconds": run.seconds[task]}
+            _append(folder / "events.jsonl", {**event, **used})
         self._commit(runs, None)
 
     def _commit(self, runs: Sequence[StreamRun], fits: list[FitState] | None) -> None:
@@ -192,6 +182,24 @@ class RunJournal(Journal):
             for old in (folder / "state").iterdir():
                 if old.name != f"{number}.safetensors":
                     old.unlink(missing_ok=True)
+
+
+def _put_on_disk(run: StreamRun, folder: Path) -> None:
+    """The latest task's snapshot and scores, which are read from there from now on."""
+    task = run.tasks[run.done - 1]
+    snapshot = run.state.snapshots[task]
+    tensors = {**snapshot.tensors(), "scores": run.when_learnt[task]}
+    if hasattr(run.state, "queue"):
+        queue = run.state.queue
+        tensors |= {
+            "queue": queue.rows,
+            "prompt": queue.rows[-queue.prompt_length :].clone(),
+        }
+    facts = {"card": asdict(snapshot.card), "facts": dict(snapshot.facts)}
+    write_tensors(folder / "tasks" / f"{task}.safetensors", tensors, facts)
+    names = run.tasks[: run.done]
+    run.state = replace(run.state, snapshots=DiskSnapshots(folder / "tasks", names))
+    run.when_learnt = _Scores(folder / "tasks", names)
 
 
 class _Scores(dict[str, Tensor]):
