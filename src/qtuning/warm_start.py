@@ -12,14 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from qtuning.backbones import AnswerSet, Backbone, Row
+from qtuning.backbones import AnswerSet, Backbone
 from qtuning.config import MethodSettings
 from qtuning.errors import ConfigError
 from qtuning.keys import directions, read_features
-from qtuning.objectives import IGNORE, cross_entropy
-from qtuning.scoring import read_all
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Rows, Split
+from qtuning.weights import Examples
 
 CANDIDATES = 10
 """Tasks that are asked, at most: the latest."""
@@ -66,12 +65,7 @@ def similarity(features: Tensor, snapshot: Snapshot) -> float:
 @torch.no_grad()
 def loss_under(backbone: Backbone, snapshot: Snapshot, train: Rows, answers: AnswerSet) -> float:
     """The training loss (Eq. 8) of these examples under another task's finished prompt."""
-    bank = snapshot.rows.to(backbone.device)
-    tokens = backbone.tokenize(train.texts, len(bank), answers.longest)
-    own = [answers.sequences[label] for label in train.labels]
-    rows = [Row(t, range(len(bank)), (a[:-1],)) for t, a in zip(tokens, own, strict=True)]
-    hidden = read_all(backbone, rows, bank)
-    steps = hidden.shape[1]
-    targets = torch.tensor([[*a, *[IGNORE] * (steps - len(a))] for a in own], device=bank.device)
-    logits: Tensor = backbone.logits(hidden, None)
-    return float(cross_entropy(logits, targets))
+    prompt = snapshot.rows.to(backbone.device)
+    tokens = backbone.tokenize(train.texts, len(prompt), answers.longest)
+    examples = Examples(backbone, answers, None, tokens, train.labels, prompt)
+    return float(examples.loss(range(len(examples))))
