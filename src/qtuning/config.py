@@ -14,7 +14,7 @@ from qtuning.eviction import EVICTIONS
 
 RETENTIONS = ("kl", "jsd", "none")
 SHARED_SCHEDULES = ("all", "algorithm1")
-WARM_STARTS = ("none", "loss", "key")
+WARM_STARTS = ("none", "loss", "key", "mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +121,8 @@ class TrainSettings:
     """L2 penalty of Adam, on every group alike."""
     clip: float = 1.0
     """Largest gradient norm of one lane; 0 switches clipping off."""
+    average: float = 0.0
+    """Keep a running average of what is trained, not its latest state: what it keeps of itself at a step, e.g. 0.98."""
     validate_every: int = 1
     """Epochs between two looks at the validation rows."""
     patience: int = 0
@@ -133,6 +135,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         _at_least(self, 1, "epochs", "batch_size", "validate_every")
         _at_least(self, 0, "patience", "clip", "weight_decay", "shots", "validation_limit")
+        _at_least(self, 0, "average")
+        _at_most(self, 0.9999, "average")
         _at_most(self, 1_000_000, "epochs", "batch_size", "shots")
         rates = [f.name for f in fields(self) if f.name.endswith("_lr")]
         _at_least(self, 0, *rates)

@@ -7,24 +7,25 @@ captured while it is recorded, and every later one is a replay on new inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qtuning.stack import Batches
+from qtuning.passes import Passes
+from qtuning.stack import Step
 
-Widths = tuple[int, int]
-"""Positions of a step's sequences, and of those of a second pass; 0 where there is none."""
-Compute = Callable[[Sequence[Batches], Widths], Tensor]
+Compute = Callable[[Step, Passes], Tensor]
 
 
 @dataclass(frozen=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    inputs: list[Batches]
+    step: Step
     losses: Tensor
 
 
@@ -35,39 +36,61 @@ def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
             step()
         return
     step()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize(device)
-    replay: Callable[[], None] = graph.replay
-    try:
-        with torch.cuda.graph(graph):
-            step()
-    except RuntimeError:  # not every model can be captured; recording changed nothing
-        replay = step
+    replay: Callable[[], None] = step
+    with contextlib.suppress(
+        RuntimeError
+    ):  # not every model can be captured; recording changed nothing
+        replay = _record(step, device).replay
     for _ in range(times - 1):
         replay()
     torch.cuda.synchronize(device)  # before the graph and its memory go
 
 
+def _record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """A step that is recorded for a few replays.
+
+    `torch.cuda.graph` would give all cached memory back first, and every recording would take it again: that costs
+    more than the replays. Here all recordings share one pool, which lives on.
+    """
+    graph = torch.cuda.CUDAGraph()
+    pool, stream = _room_for_repeats(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool.id)
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph
+
+
+@lru_cache
+def _room_for_repeats(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
+    """Memory for recordings and the stream it belongs to; both live as long as the process."""
+    with torch.cuda.device(device):
+        return torch.cuda.MemPool(), torch.cuda.Stream(device)
+
+
 class StepGraphs:
-    """The captured steps of one pack, by the widths of their sequences; on a CPU, plain steps."""
+    """The captured steps of one pack, by their passes; plain steps where nothing is captured."""
 
     def __init__(self, compute: Compute, device: torch.device):
         self.compute, self.device = compute, device
-        self._seen: set[Widths] = set()
-        self._captured: dict[Widths, _Captured] = {}
+        self._seen: set[Passes] = set()
+        self._captured: dict[Passes, _Captured] = {}
         self._pool: Any = None
 
-    def step(self, inputs: Sequence[Batches], widths: Widths) -> Tensor:
+    def step(self, step: Step, passes: Passes) -> Tensor:
         """Losses [lanes] of one step, which is taken."""
-        if self.device.type != "cuda" or widths not in self._seen:
-            self._seen.add(widths)
-            return self.compute(inputs, widths)
-        if widths not in self._captured:
-            self._captured[widths] = self._capture(inputs, widths)
-        captured = self._captured[widths]
-        for static, new in zip(captured.inputs, inputs, strict=True):
-            for field in fields(Batches):
-                getattr(static, field.name).copy_(getattr(new, field.name))
+        if self.device.type != "cuda" or passes not in self._seen:
+            self._seen.add(passes)
+            return self.compute(step, passes)
+        if passes not in self._captured:
+            self._captured[passes] = self._capture(step, passes)
+        captured = self._captured[passes]
+        for static, new in zip(captured.step.tensors(), step.tensors(), strict=True):
+            static.copy_(new)
         captured.graph.replay()
         return captured.losses.clone()
 
@@ -77,15 +100,12 @@ class StepGraphs:
         self._captured.clear()
         self._pool = None  # a pool whose graphs are gone cannot be captured into again
 
-    def _capture(self, inputs: Sequence[Batches], widths: Widths) -> _Captured:
+    def _capture(self, step: Step, passes: Passes) -> _Captured:
         """Record a step; nothing is computed yet."""
-        static = [
-            Batches(*(getattr(batch, field.name).clone() for field in fields(Batches)))
-            for batch in inputs
-        ]
+        static = step.clone()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with torch.cuda.graph(graph, pool=self._pool):
-            losses = self.compute(static, widths)
+            losses = self.compute(static, passes)
         return _Captured(graph, static, losses)

@@ -52,6 +52,9 @@ SHARE_SAVED = 0.3
 SHARE_OF_FREE_MEMORY = 0.4
 """For one step of a pack: a captured step keeps its memory while another width is run for the first time."""
 
+CHECKPOINT_SECONDS = 5.0
+"""Between two checkpoints of lanes that end their epochs at different times."""
+
 RESUMED = ("epoch", "step", "pending", "losses", "best", "best_epoch", "latest", "stale", "has_begun",
            "is_done", "at_once")  # fmt: skip
 """The plain values of a lane's training."""
@@ -139,7 +142,8 @@ def fit_lanes(
         lanes: What is trained.
         settings: How.
         report: Called for each lane after each of its epochs.
-        checkpoint: Called whenever lanes end an epoch, with all that continuing needs.
+        checkpoint: Called when all lanes end an epoch, with all that continuing needs; where they end theirs at
+            different times, every few seconds.
         resume: What an earlier `checkpoint` was given; training goes on from there, bit for bit.
         tasks_ahead: How many tasks like this one will follow, it included; decides whether compiling pays.
 
@@ -163,7 +167,7 @@ def fit_lanes(
             fit.losses.clear()
             stopped = 0 < settings.patience <= fit.stale
             fit.is_done = stopped or fit.epoch >= settings.epochs
-        if checkpoint:
+        if checkpoint and (len(ended) == len(engine.running) or engine.is_checkpoint_due()):
             checkpoint(engine.export())
         engine.replace_finished()
     return [_finish(fit) for fit in engine.fits]
@@ -187,6 +191,7 @@ class _Engine:
         planned = self.fits[0].at_once if self.fits else 0  # the plan of a resumed pack is kept
         self.at_once = planned or backbone.at_once or lanes_that_fit(backbone, lanes, settings)
         self.running: list[Fit] = []
+        self._kept_at = time.monotonic()
         self._times: list[float] = []
         if backbone.compile != "off":
             backbone.is_captured = backbone.device.type == "cuda"
@@ -332,8 +337,13 @@ class _Engine:
                 better.append(i)
         self.pack.keep_best(better)
 
+    def is_checkpoint_due(self) -> bool:
+        """Whether the last checkpoint is a while ago."""
+        return time.monotonic() - self._kept_at > CHECKPOINT_SECONDS
+
     def export(self) -> list[FitState]:
         """Every lane, for a checkpoint."""
+        self._kept_at = time.monotonic()
         if self.pack.losses:
             self._collect_losses()
         self._unpack()
@@ -398,7 +408,8 @@ def _progress(fit: Fit) -> Progress:
 
 def _finish(fit: Fit) -> dict[str, float]:
     """The lane in its best state by validation, or its last where there were no validation rows."""
-    kind = "best" if fit.best else "parameter"
+    latest = "average" if fit.settings.average else "parameter"
+    kind = "best" if fit.best else latest
     assert fit.saved is not None
     for name, tensor in fit.lane.trained.items():
         tensor.copy_(fit.saved[f"{kind}.{name}"])

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from qtuning.backbones import Backbone, Head, Row
 from qtuning.config import TrainSettings
-from qtuning.graphs import StepGraphs, Widths
+from qtuning.graphs import StepGraphs
+from qtuning.passes import Passes, cut, fits, foresee
 from qtuning.scoring import Quiz, stack_heads
-from qtuning.stack import Batches, Lane, LaneStack
-
-BUCKET = 8
-"""Positions by which the lengths of captured steps differ at least, for each 128 positions."""
-STEPS_PER_SHAPE = 64
-"""Capturing a shape costs about as much as replaying it so often."""
-NARROW = 0.75
-"""Retention gets a pass of its own when its sequences are shorter than this share of the others."""
+from qtuning.stack import Batches, Lane, LaneStack, Step
 
 
 class Pack:
@@ -51,26 +45,14 @@ class Pack:
                 for r in rows
             ]
         )  # fmt: skip
-        self.steps = max(
-            settings.epochs * -(-len(lane.train) // settings.batch_size) for lane in self.lanes
-        )
-        self.longest = self._longest()
+        self.passes: Passes = ()
+        """Those of nearly every step, where steps must have few shapes."""
         in_stacks = torch.tensor([i for own in self.members for i in own], device=backbone.device)
         self.order = in_stacks.argsort()
         self.graphs = StepGraphs(self.compute, backbone.device)
         self.losses: list[Tensor] = []
         """[lanes] for each step since `take_losses`, on the device."""
         self._quizzes: dict[tuple[int, ...], Quiz] = {}
-
-    def _longest(self) -> Widths:
-        """Positions of the longest row, and of the longest under the shared prefix alone."""
-        whole, shared = [], []
-        for stack, table in zip(self.stacks, self.tables, strict=True):
-            size = len(stack.targets)
-            whole.append(self._width(np.arange(table, table + size)))
-            if stack.teacher is not None:
-                shared.append(self._width(np.arange(table + size, table + 2 * size)))
-        return max(whole), max(shared, default=0)
 
     # ── training ─────────────────────────────────────────────────────────────────────────────
 
@@ -81,32 +63,21 @@ class Pack:
             batches: Training examples of each lane; none for a lane that stands still.
             counts: Optimiser steps of each lane, this one included.
         """
-        inputs, widths = self.plan(batches, counts)
-        if self.backbone.is_captured or self.backbone.is_compiled:
-            wide, narrow = map(self._bucket, widths, self.longest)
-            self.losses.append(self.graphs.step(inputs, (wide, narrow)))
-        else:
-            self.losses.append(self.compute(inputs, widths))
+        step, passes = self.plan(batches, counts)
+        take = self.graphs.step if self.has_fixed_shapes else self.compute
+        self.losses.append(take(step, passes))
 
-    def _bucket(self, width: int, longest: int) -> int:
-        """The next of a few widths up to the longest: fewer, the fewer steps there are to repay them."""
-        if not width:
-            return 0
-        shapes = max(1, self.steps // STEPS_PER_SHAPE)
-        unit = max(-(-longest // shapes), BUCKET * max(1, width // 128))
-        unit = -(-unit // BUCKET) * BUCKET
-        return longest - (longest - width) // unit * unit
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether a new shape costs time: it is captured, or compiled for."""
+        return self.backbone.is_captured or self.backbone.is_compiled
 
-    def plan(
-        self, batches: Sequence[Sequence[int]], counts: Sequence[int]
-    ) -> tuple[list[Batches], Widths]:
-        """The step's examples as tensors, and the positions of its longest sequences."""
-        device = self.backbone.device
-        if self.backbone.is_captured or self.backbone.is_compiled:  # a fixed shape
+    def plan(self, batches: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[Step, Passes]:
+        """The step's examples as tensors, and the passes that read them."""
+        device, size = self.backbone.device, max(len(batch) for batch in batches)
+        if self.has_fixed_shapes:
             size = min(self.settings.batch_size, max(len(lane.train) for lane in self.lanes))
-        else:
-            size = max(len(batch) for batch in batches)
-        inputs, width, narrow = [], 0, 0
+        inputs, whole, shared = [], [], []
         for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
             example = np.tile(np.array(stack.starts)[:, None], (1, size))
             is_live = np.zeros(example.shape, dtype=bool)
@@ -116,9 +87,9 @@ class Pack:
                     k, 0
                 ]  # fills the batch, and counts for nothing
                 is_live[k, : len(batches[i])] = True
-            width = max(width, self._width(table + example))
+            whole.append(table + example.flatten())
             if stack.teacher is not None:
-                narrow = max(narrow, self._width(table + len(stack.targets) + example))
+                shared.append(whole[-1] + len(stack.targets))
             count = [counts[i] if batches[i] else 0 for i in own]
             inputs.append(
                 Batches(
@@ -127,24 +98,50 @@ class Pack:
                     torch.tensor(count, device=device),
                 )
             )
-        # under the shared prefix alone sequences are short: padding them costs more than a second pass
-        is_apart = 0 < narrow <= NARROW * width
-        return inputs, (width, narrow if is_apart else 0)
+        rows = np.concatenate([*whole, *shared])
+        order = np.argsort(-self.lengths[rows], kind="stable")
+        step = Step(
+            inputs,
+            torch.from_numpy(rows[order]).to(device),
+            torch.from_numpy(np.argsort(order)).to(device),
+        )
+        return step, self._passes(self.lengths[rows[order]], size)
 
-    def _width(self, rows: np.ndarray) -> int:
-        """Positions that the longest of these rows takes."""
-        return self.backbone.aligned(int(self.lengths[rows].max()))
+    def _passes(self, lengths: np.ndarray, size: int) -> Passes:
+        """Over rows of these lengths, longest first; where shapes are fixed, the same for nearly all steps."""
+        backbone = self.backbone
+        if not self.has_fixed_shapes:
+            return tuple((n, backbone.aligned(w)) for n, w in cut(lengths, backbone.device))
+        if sum(rows for rows, _ in self.passes) != len(lengths):
+            foreseen = foresee(self._lengths_by_lane(), size)
+            found = cut(foreseen, backbone.device)
+            self.passes = tuple((rows, backbone.aligned(width)) for rows, width in found)
+        if fits(lengths, self.passes):
+            return self.passes
+        return ((len(lengths), self.passes[0][1]),)  # a step with many long rows: all in one pass
 
-    def compute(self, inputs: Sequence[Batches], widths: Widths) -> Tensor:
+    def _lengths_by_lane(self) -> list[np.ndarray]:
+        """Positions of every lane's rows, and once more of those that retention reads."""
+        found = []
+        for stack, table in zip(self.stacks, self.tables, strict=True):
+            ends = [*stack.starts[1:], len(stack.targets)]
+            for again in [0, len(stack.targets)][: 1 if stack.teacher is None else 2]:
+                found += [
+                    self.lengths[table + again + a : table + again + b]
+                    for a, b in zip(stack.starts, ends, strict=True)
+                ]
+        return found
+
+    def compute(self, step: Step, passes: Passes) -> Tensor:
         """Losses [lanes] of one step, which is taken. Nothing here waits for the device."""
         with self.backbone.training_layers():
-            losses = self.forward(inputs, widths)
+            losses = self.forward(step, passes)
         trained = [(stack, name) for stack in self.stacks for name in stack.trained]
         gradients = torch.autograd.grad(
             losses.sum(), [stack.trained[name] for stack, name in trained], allow_unused=True
         )
         changes: list[tuple[Tensor, Tensor]] = []
-        for stack, batch in zip(self.stacks, inputs, strict=True):
+        for stack, batch in zip(self.stacks, step.batches, strict=True):
             own = {
                 name: gradient if gradient is not None else torch.zeros_like(stack.trained[name])
                 for (of, name), gradient in zip(trained, gradients, strict=True)
@@ -156,24 +153,22 @@ class Pack:
                 tensor.copy_(value)
         return losses.detach()
 
-    def forward(self, inputs: Sequence[Batches], widths: Widths) -> Tensor:
+    def forward(self, step: Step, passes: Passes) -> Tensor:
         """Losses [lanes] with their graph, in the order of the lanes."""
-        width, narrow = widths
-        whole, shared = [], []
-        for stack, batch, table in zip(self.stacks, inputs, self.tables, strict=True):
-            rows = table + batch.example.flatten()
-            whole.append(rows)
-            if stack.teacher is not None:
-                shared.append(rows + len(stack.targets))
         bank = torch.cat([stack.bank() for stack in self.stacks])
-        passes = [(whole, width), (shared, narrow)] if narrow else [([*whole, *shared], width)]
+        rows = torch.split(step.rows, [count for count, _ in passes])
         read = [
-            self.backbone.hidden(self.reading.at(torch.cat(rows), size), bank)
-            for rows, size in passes
+            self.backbone.hidden(self.reading.at(own, width), bank)
+            for own, (_, width) in zip(rows, passes, strict=True)
         ]
-        parts = torch.split(torch.cat(read), [len(rows) for rows in [*whole, *shared]])
-        found, again = [], iter(parts[len(whole) :])
-        for stack, batch, own in zip(self.stacks, inputs, parts, strict=False):
+        sizes = [batch.example.numel() for batch in step.batches]
+        again_sizes = [
+            n for n, stack in zip(sizes, self.stacks, strict=True) if stack.teacher is not None
+        ]
+        in_place = torch.cat(read).index_select(0, step.place)
+        parts = torch.split(in_place, [*sizes, *again_sizes])
+        found, again = [], iter(parts[len(sizes) :])
+        for stack, batch, own in zip(self.stacks, step.batches, parts, strict=False):
             found.append(
                 stack.losses(own, next(again) if stack.teacher is not None else None, batch)
             )
@@ -197,7 +192,7 @@ class Pack:
             slots = [self.slots(i) for i in range(len(self.lanes))]
             self._quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers)
         with torch.no_grad():
-            bank = torch.cat([stack.bank() for stack in self.stacks])
+            bank = torch.cat([stack.bank(stack.averaged) for stack in self.stacks])
         found = self._quizzes[key].log_probs(bank, self._heads())
         gold = torch.tensor(
             [label for i in due for label in self.lanes[i].validation_labels], device=found.device
@@ -223,7 +218,7 @@ class Pack:
         heads = []
         for i in range(len(self.lanes)):
             s, k = self.places[i]
-            own = self.stacks[s].heads()
+            own = self.stacks[s].heads(self.stacks[s].averaged)
             assert own is not None
             heads.append(Head(own.weight.detach()[k], own.bias.detach()[k]))
         return stack_heads(heads)

@@ -99,6 +99,29 @@ class Batches:
     """[lanes] optimiser steps, this one included; 0 where the lane stands still."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """One step of a pack: each stack's examples, and the rows to be read for them, longest first."""
+
+    batches: list[Batches]
+    rows: Tensor
+    """[n] rows of the pack's table, those that retention reads again included."""
+    place: Tensor
+    """[n] where each row, in the order of the batches, stands among them."""
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in a fixed order."""
+        own = [tensor for b in self.batches for tensor in (b.example, b.is_live, b.count)]
+        return [*own, self.rows, self.place]
+
+    def clone(self) -> Step:
+        """The same in memory of its own."""
+        batches = [
+            Batches(b.example.clone(), b.is_live.clone(), b.count.clone()) for b in self.batches
+        ]
+        return Step(batches, self.rows.clone(), self.place.clone())
+
+
 class LaneStack:
     """Lanes of one structure: their tensors, their loss, their optimiser."""
 
@@ -114,6 +137,10 @@ class LaneStack:
         self.fixed = {name: pad_stack([lane.fixed[name] for lane in lanes]) for name in first.fixed}
         self.first = {name: torch.zeros_like(t) for name, t in self.trained.items()}
         self.second = {name: torch.zeros_like(t) for name, t in self.trained.items()}
+        self.averaged = self.trained
+        """What is validated and kept: the running average of what is trained, or simply that."""
+        if settings.average:
+            self.averaged = {name: t.detach().clone() for name, t in self.trained.items()}
         self.best = {name: t.detach().clone() for name, t in self.trained.items()}
         self.queue = {**self.fixed, **self.trained}["queue_rows"].shape[1]
         self.rows = self.bank().shape[0] // len(lanes)
@@ -153,13 +180,13 @@ class LaneStack:
                 rows += [Row(t, slots, (a,)) for t, a in zip(lane.train, answers, strict=True)]
         return rows
 
-    def bank(self) -> Tensor:
-        """Layouts of all lanes one under another, [lanes * rows, d]."""
-        return self.lanes[0].layout({**self.fixed, **self.trained}).flatten(0, 1)
+    def bank(self, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Layouts of all lanes one under another, [lanes * rows, d]; of what is trained, or of its average."""
+        return self.lanes[0].layout({**self.fixed, **(tensors or self.trained)}).flatten(0, 1)
 
-    def heads(self) -> Head | None:
+    def heads(self, tensors: Mapping[str, Tensor] | None = None) -> Head | None:
         """Classification heads, [lanes, classes, h]."""
-        found = part(self.trained, "head")
+        found = part(tensors or self.trained, "head")
         return Head(**found) if found else None
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
@@ -236,6 +263,11 @@ class LaneStack:
             moving = is_moving.view(lanes)
             for old, value in ((parameter, new), (first, new_first), (second, new_second)):
                 changes.append((old, torch.where(moving, value, old)))
+            if self.settings.average:
+                # a plain mean at first, so that the start is soon forgotten
+                share = (1 / count).clamp(min=1 - self.settings.average).to(parameter).view(lanes)
+                mean = self.averaged[name]
+                changes.append((mean, torch.where(moving, mean.lerp(new, share), mean)))
         return changes
 
     # ── one lane of it ───────────────────────────────────────────────────────────────────────
@@ -244,15 +276,16 @@ class LaneStack:
         """Remember the present state of these lanes as their best."""
         index = torch.tensor(list(better), device=self.backbone.device)
         for name, tensor in self.best.items():
-            tensor[index] = self.trained[name].detach()[index]
+            tensor[index] = self.averaged[name].detach()[index]
 
     def _kinds(self) -> dict[str, dict[str, Tensor]]:
-        return {
+        kinds = {
             "parameter": self.trained,
             "best": self.best,
             "first": self.first,
             "second": self.second,
         }
+        return kinds | ({"average": self.averaged} if self.settings.average else {})
 
     def export(self, lane: int) -> dict[str, Tensor]:
         """A lane's own numbers, without padding, by kind and name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,22 +80,75 @@ def test_packed_equals_alone_in_float64(exact_backbone, extra: dict) -> None:
         )
 
 
-def test_few_steps_make_few_shapes_and_none_is_narrower_than_its_rows(bert) -> None:
+def test_captured_steps_have_few_shapes_and_no_row_is_cut_off(bert, monkeypatch) -> None:
+    monkeypatch.setattr("qtuning.passes.CPU_PASS", 1)  # every bit of padding is worth a pass
     lanes = make_lanes(bert)
     assert any(lane.teacher is not None for lane in lanes)
-    few, many = (
-        Pack(bert, lanes, make_settings(**{**SMALL, "batch_size": 4, "epochs": epochs})[1])
-        for epochs in (1, 10_000)
+    pack = Pack(bert, lanes, make_settings(**{**SMALL, "batch_size": 4})[1])
+    bert.is_captured = True
+    shapes, draw = [], np.random.default_rng(0)
+    for _ in range(50):
+        step, passes = pack.plan(
+            [draw.permutation(len(n.train))[:4].tolist() for n in lanes], [1] * 6
+        )
+        lengths, first = pack.lengths[step.rows.numpy()], 0
+        for rows, width in passes:
+            assert lengths[first : first + rows].max() <= width
+            first += rows
+        assert first == len(lengths)
+        shapes.append(passes)
+    assert len(pack.passes) > 1
+    assert len(set(shapes)) <= 2
+    assert shapes.count(pack.passes) > 40
+
+
+def test_several_passes_give_what_one_gives(exact_backbone, monkeypatch) -> None:
+    lanes = make_lanes(exact_backbone)
+    monkeypatch.setattr("qtuning.passes.CPU_PASS", 10**6)
+    assert len(cut_of(exact_backbone, lanes)) == 1
+    one = losses_and_gradients(exact_backbone, lanes)
+    monkeypatch.setattr("qtuning.passes.CPU_PASS", 1)
+    assert len(cut_of(exact_backbone, lanes)) > 1
+    several = losses_and_gradients(exact_backbone, lanes)
+    for (loss_a, grads_a), (loss_b, grads_b) in zip(one, several, strict=True):
+        assert loss_a == pytest.approx(loss_b, abs=1e-12)
+        for name, gradient in grads_a.items():
+            torch.testing.assert_close(gradient, grads_b[name], rtol=0, atol=1e-12)
+
+
+def cut_of(backbone, lanes) -> tuple:
+    """The passes of a step of the first four examples of every lane."""
+    pack = Pack(backbone, lanes, make_settings(**{**SMALL, "batch_size": 4})[1])
+    return pack.plan([range(4) for _ in lanes], [1 for _ in lanes])[1]
+
+
+def test_the_average_is_that_of_all_states_and_then_forgets_the_oldest(exact_backbone) -> None:
+    settings = make_settings(**{**SMALL, "batch_size": 4, "average": 0.75})[1]
+    lane = one_lane(exact_backbone)
+    pack = Pack(exact_backbone, [lane], settings)
+    seen, expected = [], None
+    for count in range(1, 11):
+        pack.step([range(4)], [count])
+        seen.append(pack.stacks[0].trained["prompt"].detach().clone())
+        expected = sum(seen) / count if count <= 4 else 0.75 * expected + 0.25 * seen[-1]
+        assert (pack.stacks[0].averaged["prompt"] - expected).abs().max() < 1e-12
+    pack.keep_best([0])
+    assert (pack.export(0)["best.prompt"] - expected[0]).abs().max() < 1e-12
+    assert (pack.export(0)["parameter.prompt"] - seen[-1][0]).abs().max() == 0
+
+
+def test_the_average_is_what_is_kept_and_goes_on_after_a_stop(exact_backbone) -> None:
+    settings = make_settings(**{**SMALL, "epochs": 3, "average": 0.9})[1]
+    states: list = []
+    whole, plain = one_lane(exact_backbone), one_lane(exact_backbone)
+    fit_lanes(exact_backbone, [whole], settings, checkpoint=states.append)
+    again = one_lane(exact_backbone)
+    fit_lanes(exact_backbone, [again], settings, resume=states[0])
+    fit_lanes(exact_backbone, [plain], make_settings(**{**SMALL, "epochs": 3})[1])
+    assert all(torch.equal(a, b) for a, b in zip(leaves(whole), leaves(again), strict=True))
+    assert any(
+        (a - b).abs().max() > 1e-4 for a, b in zip(leaves(whole), leaves(plain), strict=True)
     )
-    whole = [len(t.ids) + len(lane.layout(lane.tensors)) for lane in lanes for t in lane.train]
-    shared = [len(t.ids) + 2 for lane in lanes if lane.teacher is not None for t in lane.train]
-    assert few.longest == (max(whole), max(shared))
-    for longest in few.longest:
-        widths = range(5, longest + 1)
-        assert {few._bucket(width, longest) for width in widths} == {longest}
-        found = [many._bucket(width, longest) for width in widths]
-        assert all(width <= bucket < width + 8 for width, bucket in zip(widths, found, strict=True))
-    assert few._bucket(0, 0) == 0
 
 
 def losses_and_gradients(backbone, lanes) -> list[tuple[float, dict[str, torch.Tensor]]]:
@@ -374,10 +428,10 @@ def test_memory_that_ends_while_tensors_are_moved_changes_nothing(
 def test_a_batch_is_not_filled_up_where_shapes_may_change(bert) -> None:
     lane = one_lane(bert)
     pack = Pack(bert, [lane], make_settings(**{**SMALL, "batch_size": 64})[1])
-    (batch,), _ = pack.plan([range(3)], [1])
+    batch = pack.plan([range(3)], [1])[0].batches[0]
     assert batch.example.shape == (1, 3)
     bert.is_captured = True
-    (batch,), _ = pack.plan([range(3)], [1])
+    batch = pack.plan([range(3)], [1])[0].batches[0]
     assert batch.example.shape == (1, len(lane.train))
     assert batch.is_live.sum() == 3
 

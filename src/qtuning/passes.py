@@ -1,0 +1,77 @@
+"""Rows of a step in passes of like length: what is short need not be padded to what is long.
+
+Lanes of one pack may learn tasks with texts of any length, under prompts of any length, and retention reads every
+text once more under the shared prefix alone. One pass for all of them pads most rows; a pass of its own for a few
+rows is mostly launching kernels. So a pass counts as so many positions, and the cheapest cut is taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import device
+
+MOST_PASSES = 4
+"""Of one step."""
+CUTS = 48
+"""Places at which rows may be cut, at most."""
+UNIT = 8
+"""Rows by which passes differ at least."""
+CARD_PASS = 2048
+"""Positions that are read in the time that another pass costs: on a card, where hundreds of kernels are launched, …"""
+CPU_PASS = 128
+"""… and on a CPU."""
+SIMULATED_STEPS = 128
+"""From which the lengths of a step are foreseen."""
+FORESEEN = 0.98
+"""Share of steps in which the row at a place is as short as foreseen, or shorter."""
+
+Passes = tuple[tuple[int, int], ...]
+"""Rows and positions of each pass, longest first."""
+
+
+def cut(lengths: np.ndarray, where: device) -> Passes:
+    """Passes over rows of these lengths [n], longest first, with the least to compute."""
+    count, extra = len(lengths), CARD_PASS if where.type == "cuda" else CPU_PASS
+    unit = UNIT * -(-count // (UNIT * CUTS))
+    places = [*range(0, count, unit), count]
+    # best[k][j]: least cost of the rows before place j in k passes, and the place at which the last of them begins
+    best = [[(np.inf, 0)] * len(places) for _ in range(MOST_PASSES + 1)]
+    best[0][0] = (0.0, 0)
+    for k in range(1, MOST_PASSES + 1):
+        for j in range(1, len(places)):
+            best[k][j] = min(
+                (best[k - 1][i][0] + (places[j] - places[i]) * lengths[places[i]] + extra, i)
+                for i in range(j)
+            )
+    passes, j = [], len(places) - 1
+    for k in range(min(range(1, MOST_PASSES + 1), key=lambda k: best[k][-1][0]), 0, -1):
+        i = best[k][j][1]
+        passes.append((places[j] - places[i], int(lengths[places[i]])))
+        j = i
+    return tuple(reversed(passes))
+
+
+def foresee(lanes: list[np.ndarray], batch: int) -> np.ndarray:
+    """Lengths of a step's rows, longest first, that few steps exceed; the first is the longest there is.
+
+    `lanes` are the lengths of each lane's examples, of which every step draws a batch.
+    """
+    draw = np.random.default_rng(0)
+    steps = [
+        np.concatenate([draw.choice(own, batch, replace=batch > len(own)) for own in lanes])
+        for _ in range(SIMULATED_STEPS)
+    ]
+    seen = -np.sort(-np.stack(steps), axis=1)
+    foreseen = np.ceil(np.quantile(seen, FORESEEN, axis=0)).astype(np.int64)
+    foreseen[0] = max(own.max() for own in lanes)
+    return np.asarray(foreseen)
+
+
+def fits(lengths: np.ndarray, passes: Passes) -> bool:
+    """Whether rows of these lengths [n], longest first, have room in the passes."""
+    first = 0
+    for rows, width in passes:
+        if lengths[first] > width:
+            return False
+        first += rows
+    return True

@@ -1,0 +1,72 @@
+"""Passes of like length: against every possible cut, and as properties."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+from qtuning import passes
+from qtuning.passes import cut, fits, foresee
+
+CPU = torch.device("cpu")
+
+
+def cost(lengths, found) -> int:
+    total, first = 0, 0
+    for rows, width in found:
+        assert lengths[first] == width
+        total += rows * width + passes.CPU_PASS
+        first += rows
+    assert first == len(lengths)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_cut_is_cheaper(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    lengths = -np.sort(-draw.integers(5, 300, draw.integers(3, 60)))
+    places = range(8, len(lengths), 8)
+    costs = []
+    for count in range(passes.MOST_PASSES):
+        for chosen in combinations(places, count):
+            ends = [0, *chosen, len(lengths)]
+            sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+            costs.append(
+                sum(n * lengths[a] + passes.CPU_PASS for n, a in zip(sizes, ends, strict=False))
+            )
+    assert cost(lengths, cut(lengths, CPU)) == min(costs)
+
+
+def test_equal_lengths_are_one_pass() -> None:
+    assert cut(np.full(40, 64), CPU) == ((40, 64),)
+    assert cut(np.array([7]), CPU) == ((1, 7),)
+
+
+def test_many_rows_are_cut_at_few_places() -> None:
+    lengths = -np.sort(-np.random.default_rng(0).integers(5, 300, 1500))
+    found = cut(lengths, CPU)
+    assert len(found) == passes.MOST_PASSES
+    assert cost(lengths, found) < 0.7 * 1500 * lengths[0]
+
+
+def test_nearly_all_steps_have_the_lengths_that_were_foreseen() -> None:
+    draw = np.random.default_rng(1)
+    lanes = [draw.integers(10, 20 * k, 100) for k in range(2, 10)]
+    foreseen = foresee(lanes, 8)
+    assert foreseen[0] == max(own.max() for own in lanes)
+    found = cut(foreseen, CPU)
+    steps = [
+        -np.sort(-np.concatenate([draw.choice(own, 8, replace=False) for own in lanes]))
+        for _ in range(400)
+    ]
+    assert np.mean([fits(step, found) for step in steps]) > 0.9
+
+
+def test_a_small_set_fills_its_batch() -> None:
+    assert foresee([np.array([3, 4])], 8).tolist() == [4] * 7 + [foresee([np.array([3, 4])], 8)[-1]]
+
+
+def test_rows_that_are_too_long_do_not_fit() -> None:
+    assert fits(np.array([9, 5, 5]), ((1, 9), (2, 5)))
+    assert not fits(np.array([9, 6, 5]), ((1, 9), (2, 5)))
