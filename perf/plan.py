@@ -73,10 +73,11 @@ def cost_of(pack: Pack) -> dict[str, float]:
         half = EVALUATED.get(card.name, 500) // 2 * len(labels)
         validation = min(half, train.validation_limit * len(labels))
         test = min(half, config.test_limit * len(labels)) if config.test_limit else half
-        rows = ceil(train.epochs / train.validate_every) * validation
-        rows += 2 * test + number * config.inner_rows
         size = TRAIN_ROWS.get(name, train.shots * len(labels))
-        steps = ceil(size / train.batch_size) * train.epochs
+        epochs = train.epochs_of(size)
+        rows = ceil(epochs / train.validate_every) * validation
+        rows += 2 * test + number * config.inner_rows
+        steps = ceil(size / train.batch_size) * epochs
         prompt = prompt_rows(config.method, method, number)
         mean, longest = (min(prompt + n, config.max_length or 512) for n in TOKENS[card.name])
         figure = fastest_pack(record, retention=retains(config.method, method, number))
@@ -92,7 +93,7 @@ def cost_of(pack: Pack) -> dict[str, float]:
 def read_packs(file: Path) -> list[Pack]:
     """A table's packs, one for every stream."""
     packs = expand(read_sweep(read_yaml(file), file.name))
-    return [Pack(config, pack.seeds, pack.varied) for pack in packs for config in pack.configs]
+    return [member for pack in packs for member in pack.members]
 
 
 def plan(tables: Path = ROOT / "tables") -> dict[str, Any]:

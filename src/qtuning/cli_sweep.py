@@ -61,7 +61,7 @@ def sweep(
         bool | None,
         typer.Option(
             "--together/--apart",
-            help="Streams of equally many tasks share packs, which pays on a GPU; apart by default.",
+            help="Methods, settings and streams of as many tasks share packs, which pays on a GPU; apart by default.",
         ),
     ] = None,
     ray: Annotated[
@@ -164,11 +164,14 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
     console, table = Console(), Table("pack", "seeds", "finished", "records")
     there = 0
     for pack in packs:
-        folders = [run_folder(output, own, seed) for own in pack.configs for seed in pack.seeds]
-        done = sum((folder / "result.json").exists() for folder in folders)
-        there += done
-        seeds = " ".join(map(str, pack.seeds))
-        table.add_row(pack.name, seeds, f"{done} of {len(folders)}", f"{folders[0]}")
+        for member in pack.members:
+            folders = [run_folder(output, member.config, seed) for seed in pack.seeds]
+            done = sum((folder / "result.json").exists() for folder in folders)
+            there += done
+            seeds = " ".join(map(str, pack.seeds))
+            table.add_row(member.name, seeds, f"{done} of {len(folders)}", f"{folders[0]}")
+        if pack is not packs[-1]:
+            table.add_section()
     console.print(table)
     runs = sum(len(pack.configs) * len(pack.seeds) for pack in packs)
     console.print(f"{len(packs)} packs, {runs} runs, {there} of them finished", highlight=False)
@@ -209,8 +212,11 @@ def _print_outcomes(found: Sequence[Outcome], output: Path) -> None:
     finished = [each for each in found if not each.error]
     failed = [each for each in found if each.error]
     for each in finished:
-        mean = sum(each.scores) / len(each.scores)
-        table.add_row(each.pack.name, str(len(each.scores)), f"{mean:.1%}", f"{each.seconds:.0f}")
+        count = len(each.pack.seeds)
+        for i, member in enumerate(each.pack.members):
+            mean = sum(each.scores[i * count : (i + 1) * count]) / count
+            seconds = "" if i else f"{each.seconds:.0f}"
+            table.add_row(member.name, str(count), f"{mean:.1%}", seconds)
     if finished:
         console.print(table)
     for each in failed:

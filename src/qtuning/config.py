@@ -99,6 +99,8 @@ class TrainSettings:
 
     epochs: int = 15
     """Passes over the training examples of a task."""
+    most_steps: int = 0
+    """Steps of a task at most, in whole epochs: large tasks then have fewer of them; 0 sets no limit."""
     batch_size: int = 16
     """Examples per step and lane (paper: 8)."""
     prompt_lr: float = 1e-2
@@ -122,7 +124,7 @@ class TrainSettings:
     clip: float = 1.0
     """Largest gradient norm of one lane; 0 switches clipping off."""
     average: float = 0.0
-    """Keep a running average of what is trained, not its latest state: what it keeps of itself at a step, e.g. 0.98."""
+    """Of prompts, keep a running average instead of the latest state: what is left of it after a step, e.g. 0.98."""
     validate_every: int = 1
     """Epochs between two looks at the validation rows."""
     patience: int = 0
@@ -135,12 +137,19 @@ class TrainSettings:
     def __post_init__(self) -> None:
         _at_least(self, 1, "epochs", "batch_size", "validate_every")
         _at_least(self, 0, "patience", "clip", "weight_decay", "shots", "validation_limit")
-        _at_least(self, 0, "average")
+        _at_least(self, 0, "average", "most_steps")
         _at_most(self, 0.9999, "average")
         _at_most(self, 1_000_000, "epochs", "batch_size", "shots")
         rates = [f.name for f in fields(self) if f.name.endswith("_lr")]
         _at_least(self, 0, *rates)
         _at_most(self, 1000, *rates)
+
+    def epochs_of(self, examples: int) -> int:
+        """Passes over so many training examples."""
+        if not self.most_steps:
+            return self.epochs
+        per_epoch = -(-examples // self.batch_size)
+        return min(self.epochs, max(1, self.most_steps // per_epoch))
 
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {

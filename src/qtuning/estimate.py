@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from qtuning.config import TrainSettings
 from qtuning.lanes import Fit
 from qtuning.pack import Pack
 from qtuning.protocols import make_split
@@ -29,15 +30,16 @@ def estimate(
         split = make_split(
             config.protocol, task, train.shots, seeds[0], train.validation_limit, config.test_limit
         )
-        steps = math.ceil(len(split.train) / train.batch_size) * train.epochs
+        epochs = train.epochs_of(len(split.train))
+        steps = math.ceil(len(split.train) / train.batch_size) * epochs
         rows.append(
             {"name": task.name, "classes": len(task.label_names), **split.sizes, "steps": steps}
         )
         if hasattr(method, "lane"):
             lanes = [method.lane(method.start(seed), task, split) for seed in seeds]
-            step_seconds = _time_step(Pack(backbone, lanes, train))
+            step_seconds = _time_step(Pack(backbone, lanes, train), train)
             per_row = step_seconds / (train.batch_size * len(seeds))
-            validations = len(split.validation) * math.ceil(train.epochs / train.validate_every)
+            validations = len(split.validation) * math.ceil(epochs / train.validate_every)
             tested = 2 * len(split.test) + config.inner_rows * len(tasks) / 2
             seconds += steps * step_seconds + EVALUATION_SHARE * per_row * len(seeds) * (
                 validations + tested
@@ -49,8 +51,8 @@ def estimate(
     return {"tasks": rows, "step_seconds": step_seconds, "seconds": seconds, "memory_mib": used}
 
 
-def _time_step(pack: Pack) -> float:
-    fits = [Fit(lane, pack.settings) for lane in pack.lanes]
+def _time_step(pack: Pack, train: TrainSettings) -> float:
+    fits = [Fit(lane, train) for lane in pack.lanes]
     times = []
     for _ in range(2):  # the first warms up
         began = time.perf_counter()

@@ -69,7 +69,7 @@ def _record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
 def _room_for_repeats(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
     """Memory for recordings and the stream it belongs to; both live as long as the process."""
     with torch.cuda.device(device):
-        return torch.cuda.MemPool(), torch.cuda.Stream(device)
+        return torch.cuda.MemPool(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class StepGraphs:

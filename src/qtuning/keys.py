@@ -95,9 +95,9 @@ def directions(features: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
     return F.normalize((features - mean) / spread, dim=-1)
 
 
-def with_key(backbone: Backbone, state: Any, name: str, split: Split) -> Any:
+def with_key(state: Any, name: str, key: TaskKey) -> Any:
     """The state with a key for a task that it has just learnt."""
-    snapshot: Snapshot = replace(state.snapshots[name], key=learn_key(backbone, split))
+    snapshot: Snapshot = replace(state.snapshots[name], key=key)
     return replace(state, snapshots=added(state.snapshots, snapshot))
 
 

@@ -21,7 +21,7 @@ from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
 from qtuning.errors import TrainingError
 from qtuning.evaluation import score_predictions
-from qtuning.pack import Pack
+from qtuning.pack import Pack, for_each
 from qtuning.stack import Lane
 
 
@@ -97,7 +97,12 @@ class Fit:
         """Steps until its last epoch ends."""
         size = self.settings.batch_size
         per_epoch = -(-len(self.lane.train) // size)
-        return (self.settings.epochs - self.epoch) * per_epoch
+        return (self.epochs - self.epoch) * per_epoch
+
+    @property
+    def epochs(self) -> int:
+        """How many there will be."""
+        return self.settings.epochs_of(len(self.lane.train))
 
     def judge(self, quality: tuple[float, float]) -> bool:
         """Whether this validation is the best so far.
@@ -129,7 +134,7 @@ class Fit:
 def fit_lanes(
     backbone: Backbone,
     lanes: Sequence[Lane],
-    settings: TrainSettings,
+    settings: TrainSettings | Sequence[TrainSettings],
     report: Report | None = None,
     checkpoint: Checkpoint | None = None,
     resume: Sequence[FitState] | None = None,
@@ -140,7 +145,7 @@ def fit_lanes(
     Args:
         backbone: The frozen model.
         lanes: What is trained.
-        settings: How.
+        settings: How: all of them, or each.
         report: Called for each lane after each of its epochs.
         checkpoint: Called when all lanes end an epoch, with all that continuing needs; where they end theirs at
             different times, every few seconds.
@@ -165,8 +170,8 @@ def fit_lanes(
             if report:
                 report(_progress(fit))
             fit.losses.clear()
-            stopped = 0 < settings.patience <= fit.stale
-            fit.is_done = stopped or fit.epoch >= settings.epochs
+            stopped = 0 < fit.settings.patience <= fit.stale
+            fit.is_done = stopped or fit.epoch >= fit.epochs
         if checkpoint and (len(ended) == len(engine.running) or engine.is_checkpoint_due()):
             checkpoint(engine.export())
         engine.replace_finished()
@@ -180,16 +185,17 @@ class _Engine:
         self,
         backbone: Backbone,
         lanes: Sequence[Lane],
-        settings: TrainSettings,
+        settings: TrainSettings | Sequence[TrainSettings],
         resume: Sequence[FitState] | None,
         tasks_ahead: int,
     ):
-        self.backbone, self.settings, self.tasks_ahead = backbone, settings, tasks_ahead
-        self.fits = [Fit(lane, settings) for lane in lanes]
+        self.backbone, self.tasks_ahead = backbone, tasks_ahead
+        each = for_each(settings, len(lanes))
+        self.fits = [Fit(lane, own) for lane, own in zip(lanes, each, strict=True)]
         for fit, saved in zip(self.fits, resume or (), strict=bool(resume)):
             fit.restore(saved)
         planned = self.fits[0].at_once if self.fits else 0  # the plan of a resumed pack is kept
-        self.at_once = planned or backbone.at_once or lanes_that_fit(backbone, lanes, settings)
+        self.at_once = planned or backbone.at_once or lanes_that_fit(backbone, lanes, each)
         self.running: list[Fit] = []
         self._kept_at = time.monotonic()
         self._times: list[float] = []
@@ -205,7 +211,11 @@ class _Engine:
         self.running = [*kept, *waiting[: self.at_once - len(kept)]]
         if not self.running:
             return
-        self.pack = Pack(self.backbone, [fit.lane for fit in self.running], self.settings)
+        self.pack = Pack(
+            self.backbone,
+            [fit.lane for fit in self.running],
+            [fit.settings for fit in self.running],
+        )
         for i, fit in enumerate(self.running):
             fit.has_begun = True
             if fit.saved:
@@ -228,7 +238,7 @@ class _Engine:
                 self._slower(failure)
             else:
                 raise TrainingError(
-                    f"the card has too little memory for a single lane with {self.settings.batch_size} "
+                    f"the card has too little memory for a single lane with {self.pack.batch_size} "
                     f"examples a step. Lower batch_size, queue_size or max_length, or use dtype bf16."
                 )
         ended = [fit for fit in self.running if not fit.pending]
@@ -369,16 +379,18 @@ def compiling_pays(steps_ahead: int, step_seconds: float) -> bool:
     return steps_ahead * step_seconds * SHARE_SAVED > COMPILE_SECONDS
 
 
-def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], settings: TrainSettings) -> int:
+def lanes_that_fit(
+    backbone: Backbone, lanes: Sequence[Lane], settings: Sequence[TrainSettings]
+) -> int:
     """As many lanes as the card has memory for, from one step of the longest of them; all on a CPU."""
     if backbone.device.type != "cuda" or len(lanes) < 2:
         return max(1, len(lanes))
-    longest = max(lanes, key=lambda lane: max(len(tokens.ids) for tokens in lane.train))
-    pack = Pack(backbone, [longest], settings)
+    longest, own = max(zip(lanes, settings, strict=True), key=lambda each: _positions(each[0]))
+    pack = Pack(backbone, [longest], own)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(backbone.device)
     before = torch.cuda.memory_allocated(backbone.device)
-    size = min(settings.batch_size, len(longest.train))
+    size = min(own.batch_size, len(longest.train))
     order = sorted(range(len(longest.train)), key=lambda i: -len(longest.train[i].ids))
     losses = pack.forward(*pack.plan([order[:size]], [1]))
     torch.autograd.grad(losses.sum(), list(pack.stacks[0].trained.values()), allow_unused=True)
@@ -389,8 +401,14 @@ def lanes_that_fit(backbone: Backbone, lanes: Sequence[Lane], settings: TrainSet
     return max(1, min(len(lanes), int(SHARE_OF_FREE_MEMORY * free / needed)))
 
 
+def _positions(lane: Lane) -> int:
+    """Of the lane's longest example, prompt included."""
+    prompt = len(lane.layout({**lane.fixed, **lane.trained}))
+    return prompt + max(len(tokens.ids) for tokens in lane.train)
+
+
 def _is_due(fit: Fit) -> bool:
-    last = fit.epoch >= fit.settings.epochs
+    last = fit.epoch >= fit.epochs
     return last or fit.epoch % fit.settings.validate_every == 0
 
 
@@ -399,7 +417,7 @@ def _progress(fit: Fit) -> Progress:
         lane=fit.lane.name,
         task=fit.lane.task,
         epoch=fit.epoch,
-        epochs=fit.settings.epochs,
+        epochs=fit.epochs,
         loss=sum(fit.losses) / len(fit.losses),
         validation=fit.latest,
         best=fit.best[0] if fit.best else None,

@@ -13,21 +13,35 @@ from qtuning.config import TrainSettings
 from qtuning.graphs import StepGraphs
 from qtuning.passes import Passes, cut, fits, foresee
 from qtuning.scoring import Quiz, stack_heads
-from qtuning.stack import Batches, Lane, LaneStack, Step
+from qtuning.stack import Batches, Lane, LaneStack, Step, kind_of_step
+
+
+def for_each(settings: TrainSettings | Sequence[TrainSettings], lanes: int) -> list[TrainSettings]:
+    """The settings of every lane, from those of all of them or from those of each."""
+    return [settings] * lanes if isinstance(settings, TrainSettings) else list(settings)
 
 
 class Pack:
     """Stacks of lanes on one backbone, their training examples on its device."""
 
-    def __init__(self, backbone: Backbone, lanes: Sequence[Lane], settings: TrainSettings):
-        self.backbone, self.lanes, self.settings = backbone, list(lanes), settings
+    def __init__(
+        self,
+        backbone: Backbone,
+        lanes: Sequence[Lane],
+        settings: TrainSettings | Sequence[TrainSettings],
+    ):
+        """`settings` are those of all lanes, or of each."""
+        self.backbone, self.lanes = backbone, list(lanes)
+        each = for_each(settings, len(self.lanes))
+        self.batch_size = max(own.batch_size for own in each)
         members: dict[tuple[object, ...], list[int]] = {}
-        for i, lane in enumerate(self.lanes):
-            members.setdefault(lane.structure, []).append(i)
+        for i, (lane, own) in enumerate(zip(self.lanes, each, strict=True)):
+            members.setdefault((lane.structure, kind_of_step(own)), []).append(i)
         self.members = list(members.values())
         """For each stack the lanes in it."""
         self.stacks = [
-            LaneStack(backbone, [lanes[i] for i in own], settings) for own in self.members
+            LaneStack(backbone, [lanes[i] for i in own], [each[i] for i in own])
+            for own in self.members
         ]
         self.places = {i: (s, k) for s, own in enumerate(self.members) for k, i in enumerate(own)}
         """For each lane its stack and its place in it."""
@@ -76,7 +90,7 @@ class Pack:
         """The step's examples as tensors, and the passes that read them."""
         device, size = self.backbone.device, max(len(batch) for batch in batches)
         if self.has_fixed_shapes:
-            size = min(self.settings.batch_size, max(len(lane.train) for lane in self.lanes))
+            size = min(self.batch_size, max(len(lane.train) for lane in self.lanes))
         inputs, whole, shared = [], [], []
         for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
             example = np.tile(np.array(stack.starts)[:, None], (1, size))

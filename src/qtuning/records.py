@@ -104,8 +104,8 @@ def pack_file(folders: Sequence[Path], tasks: int, homes: Sequence[Path]) -> Pat
 class RunJournal(Journal):
     """Keeps a pack's progress in the folders of its runs."""
 
-    def __init__(self, method: Any, folders: Sequence[Path], pack: Path):
-        self.method, self.folders, self.pack = method, list(folders), pack
+    def __init__(self, methods: Sequence[Any], folders: Sequence[Path], pack: Path):
+        self.methods, self.folders, self.pack = list(methods), list(folders), pack
         self.generation = 0
 
     # ── going on ─────────────────────────────────────────────────────────────────────────────
@@ -116,14 +116,14 @@ class RunJournal(Journal):
             return None
         self.generation = int(read_json(self.pack)["generation"])
         fits: list[FitState] = []
-        for run, folder in zip(runs, self.folders, strict=True):
+        for run, folder, method in zip(runs, self.folders, self.methods, strict=True):
             tensors, facts = read_tensors(folder / "state" / f"{self.generation}.safetensors")
             _truncate(folder / "events.jsonl", facts["events"])
             run.done, run.seconds, run.parts = facts["done"], facts["seconds"], facts["parts"]
             run.matrix, run.sampled = _from_json(facts["matrix"]), _from_json(facts["sampled"])
             run.unchanged, run.found = facts["unchanged"], facts["found"]
             snapshots = DiskSnapshots(folder / "tasks", run.tasks[: run.done])
-            run.state = self.method.unpack(part(tensors, "method"), facts["method"], snapshots)
+            run.state = method.unpack(part(tensors, "method"), facts["method"], snapshots)
             run.when_learnt = _Scores(folder / "tasks", run.tasks[: run.done])
             if facts["fit"] is not None:
                 fits.append((part(tensors, "fit"), facts["fit"]))
@@ -158,7 +158,7 @@ class RunJournal(Journal):
     def _commit(self, runs: Sequence[StreamRun], fits: list[FitState] | None) -> None:
         number = self.generation + 1
         for i, (run, folder) in enumerate(zip(runs, self.folders, strict=True)):
-            own, facts = self.method.pack(run.state)
+            own, facts = self.methods[i].pack(run.state)
             tensors = {f"method.{key}": tensor for key, tensor in own.items()}
             if fits is not None:
                 tensors |= {f"fit.{key}": tensor for key, tensor in fits[i][0].items()}

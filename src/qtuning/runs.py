@@ -47,7 +47,7 @@ from qtuning.records import (
     write_file,
     write_json,
 )
-from qtuning.stream_loop import INNER_CELL_ROWS, StreamRun, run_streams
+from qtuning.stream_loop import INNER_CELL_ROWS, Course, StreamRun, run_streams
 from qtuning.streams import get_stream
 from qtuning.tasks import Task
 
@@ -130,7 +130,9 @@ def run_together(
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
     started: Callable[[Backbone, list[Task]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """The seeds of configs that differ in their stream alone, all as lanes of one pack: config by config, seed by seed.
+    """The seeds of configs that can share a pack, all as its lanes: config by config, seed by seed.
+
+    They may differ in stream, method and settings; see `check_company`.
 
     `device`, `compile` and `lanes` say how a run is computed, not what it is: see `load_backbone`.
     """
@@ -158,12 +160,19 @@ def run_together(
 
 def check_company(configs: Sequence[RunConfig]) -> None:
     """Refuse configs that cannot share a pack."""
-    first = replace(configs[0], stream="")
-    sizes = {len(get_stream(config.stream).tasks) for config in configs}
-    if len(sizes) > 1 or any(replace(config, stream="") != first for config in configs):
+    if len({company_of(config) for config in configs}) > 1:
         raise ConfigError(
-            "runs share a pack if they differ in their stream alone, and their streams have equally many tasks."
+            "runs share a pack if they differ in stream, method, preset and settings alone, their methods learn in "
+            "packs, and their streams have equally many tasks."
         )
+
+
+def company_of(config: RunConfig) -> str:
+    """Equal for resolved configs that can share a pack."""
+    common = replace(config, stream="", preset="", method="", settings={})
+    if not list_methods()[config.method].packable:
+        common = replace(config, stream="")
+    return f"{len(get_stream(config.stream).tasks)} tasks, {common.short_hash()}"
 
 
 def prepare(
@@ -195,30 +204,37 @@ def _run_pack(
     config = wanted[0][0]
     tasks, backbone, method, settings = prepare(config, data, how)
     streams = {config.stream: tasks}
+    made = {config.short_hash(): (method, settings)}
     for other, _ in wanted:
         if other.stream not in streams:
             streams[other.stream] = load_stream(get_stream(other.stream), data)
+        if other.short_hash() not in made:
+            its = make_settings(backbone.family, **other.settings)
+            made[other.short_hash()] = make_method(other.method, backbone, *its), its
     if started:
         started(backbone, tasks)
     began = datetime.now(UTC)
     runs = run_streams(
-        method,
         backbone,
-        [(streams[own.stream], seed) for own, seed in wanted],
-        settings[1],
+        [
+            Course(method, streams[own.stream], seed, settings[1])
+            for own, seed in wanted
+            for method, settings in (made[own.short_hash()],)
+        ],
         protocol=config.protocol,
         test_limit=config.test_limit,
         evaluate_with=config.evaluate_with,
         inner_rows=config.inner_rows,
         report=report,
         after_task=after_task,
-        journal=RunJournal(method, folders, pack),
+        journal=RunJournal([made[own.short_hash()][0] for own, _ in wanted], folders, pack),
     )
     for stream_run, folder, (own, _) in zip(runs, folders, wanted, strict=True):
         stored = {
             name: read_tensors(folder / "tasks" / f"{name}.safetensors")
             for name in stream_run.tasks
         }
+        method, settings = made[own.short_hash()]
         flat = settings_dict(getattr(method, "settings", settings[0]), settings[1])
         facts = result_of(own, stream_run, backbone, flat, stored, _costs(folder), began)
         write_json(folder / "result.json", facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -127,11 +128,7 @@ class Quiz:
         found = torch.full((self.size, self.widest), -torch.inf, dtype=self.backbone.lane_dtype)
         found = found.to(bank.device)
         for batch in self.batches:
-            hidden = (
-                self.backbone.hidden_after(batch.reading, self.prefixes, batch.task)
-                if self.prefixes
-                else self.backbone.hidden(batch.reading, bank)
-            )
+            hidden = self._hidden(batch, bank)
             if heads is not None:
                 weight, bias = heads.weight[:, : self.widest], heads.bias[:, : self.widest]
                 own = Head(weight[batch.task], bias[batch.task])
@@ -142,6 +139,22 @@ class Quiz:
             raw = raw.where(columns < self.labels[batch.task][:, None], -torch.inf)
             found[batch.place, : raw.shape[1]] = F.log_softmax(raw, dim=-1)
         return found
+
+    def _hidden(self, batch: _QuizBatch, bank: Tensor) -> Tensor:
+        """Read-outs [p, t, h]; from compiled layers where they were compiled for all lengths from the beginning."""
+        backbone = self.backbone
+        if self.prefixes:
+            return backbone.hidden_after(batch.reading, self.prefixes, batch.task)
+        if not (backbone.scores_compiled and batch.reading.is_single):
+            return backbone.hidden(batch.reading, bank)
+        try:
+            with backbone.training_layers():
+                return backbone.hidden(batch.reading, bank)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            warnings.warn(f"{backbone.name!r} is scored without compiling ({said}).", stacklevel=2)
+            backbone.may_score_compiled = False
+            return backbone.hidden(batch.reading, bank)
 
     def _words(self, batch: _QuizBatch, hidden: Tensor) -> Tensor:
         """Log-probabilities of label words [n, labels] from read-outs [p, t, h]."""

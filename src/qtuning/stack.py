@@ -78,6 +78,11 @@ class Lane(Protocol):
         ...
 
 
+def kind_of_step(settings: TrainSettings) -> tuple[float, ...]:
+    """What lanes of one stack have in common: they may differ in everything else about their training."""
+    return settings.clip, settings.weight_decay, settings.average
+
+
 def pad_stack(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors of one rank as one, [lanes, ...], zeros where a tensor is smaller."""
     shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
@@ -125,9 +130,19 @@ class Step:
 class LaneStack:
     """Lanes of one structure: their tensors, their loss, their optimiser."""
 
-    def __init__(self, backbone: Backbone, lanes: Sequence[Lane], settings: TrainSettings):
-        self.backbone, self.lanes, self.settings = backbone, list(lanes), settings
+    def __init__(
+        self, backbone: Backbone, lanes: Sequence[Lane], settings: Sequence[TrainSettings]
+    ):
+        """`settings` are those of each lane: learning rates may differ, `kind_of_step` may not."""
+        self.backbone, self.lanes, self.settings = backbone, list(lanes), settings[0]
         first = self.lanes[0]
+        self.rates = {
+            name: torch.tensor(
+                [getattr(own, name) for own in settings], dtype=torch.double, device=backbone.device
+            )
+            for name in set(GROUPS.values())
+        }
+        """[lanes] learning rates."""
         self.trained = {
             name: pad_stack([lane.trained[name] for lane in lanes]).requires_grad_()
             for name in sorted(
@@ -139,7 +154,7 @@ class LaneStack:
         self.second = {name: torch.zeros_like(t) for name, t in self.trained.items()}
         self.averaged = self.trained
         """What is validated and kept: the running average of what is trained, or simply that."""
-        if settings.average:
+        if self.settings.average:
             self.averaged = {name: t.detach().clone() for name, t in self.trained.items()}
         self.best = {name: t.detach().clone() for name, t in self.trained.items()}
         self.queue = {**self.fixed, **self.trained}["queue_rows"].shape[1]
@@ -256,7 +271,7 @@ class LaneStack:
                 gradient = gradient + self.settings.weight_decay * parameter
             new_first = first.lerp(gradient, 1 - BETAS[0])
             new_second = (second * BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-            rate = getattr(self.settings, GROUPS[name.split(".")[0]])
+            rate = self.rates[GROUPS[name.split(".")[0]]]
             size = (rate / (1 - BETAS[0] ** count)).to(parameter).view(lanes)
             root = new_second.sqrt() / (1 - BETAS[1] ** count).sqrt().to(parameter).view(lanes)
             new = parameter - size * new_first / (root + EPSILON)

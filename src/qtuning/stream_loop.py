@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
 from qtuning.errors import ConfigError, unknown
 from qtuning.evaluation import Matrix, score_parts, score_predictions
-from qtuning.keys import Finder, keys_of, read_features, with_key
+from qtuning.keys import Finder, keys_of, learn_key, read_features, with_key
 from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import Method
 from qtuning.protocols import make_split
@@ -26,6 +27,7 @@ from qtuning.seeding import numpy_generator
 from qtuning.snapshots import (
     Snapshot,
     TaskCard,
+    TaskKey,
     answering,
     answers_from_snapshots,
     predict_log_probs,
@@ -36,6 +38,21 @@ from qtuning.tasks import Rows, Split, Task, Text
 INNER_CELL_ROWS = 64
 """Test rows per task for cells that neither the diagonal nor the last row needs."""
 EVALUATE_WITH = ("snapshot", "current")
+REMEMBERED = 128
+"""Lists of texts whose features are remembered."""
+NO_ROWS = Rows((), ())
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one run learns, in which order, and how."""
+
+    method: Method
+    tasks: Sequence[Task]
+    seed: int
+    """Of splits, initialisation and data order."""
+    train: TrainSettings
+    """For the splits and the engine; the method has its own copy."""
 
 
 @dataclass
@@ -78,10 +95,8 @@ class Journal:
 
 
 def run_streams(
-    method: Method,
     backbone: Backbone,
-    streams: Sequence[tuple[Sequence[Task], int]],
-    train: TrainSettings,
+    courses: Sequence[Course],
     *,
     protocol: str = "given",
     test_limit: int = 0,
@@ -94,11 +109,8 @@ def run_streams(
     """Learn the tasks one after another and measure every earlier one again each time.
 
     Args:
-        method: What learns.
-        backbone: The frozen model it learns on.
-        streams: For each run its tasks, of which all runs have the same number, and its seed: splits, initialisation
-            and data order.
-        train: For the split; the method has its own copy.
+        backbone: The frozen model that all of them learn on.
+        courses: One for each run, with equally many tasks.
         protocol: Which rows train, validate and test; see `protocols`.
         test_limit: Test rows per class at most; 0 takes all.
         evaluate_with: `snapshot` answers each task with its own finished vectors; `current` is the
@@ -111,25 +123,27 @@ def run_streams(
     if evaluate_with not in EVALUATE_WITH:
         raise ConfigError(unknown("evaluation mode", evaluate_with, EVALUATE_WITH))
     journal = journal or Journal()
-    runs = [_begin(method, tasks, train, seed, protocol, test_limit) for tasks, seed in streams]
-    orders = [tasks for tasks, _ in streams]
+    runs = [_begin(course, protocol, test_limit) for course in courses]
+    orders = [course.tasks for course in courses]
     fits = journal.resume(runs)
+    texts = _TextsRead(backbone)
     if runs[0].done == 0 and fits is None:
-        for run, tasks in zip(runs, orders, strict=True):
-            _measure_untaught(run, 0, backbone, tasks, inner_rows)
+        _measure_untaught(runs, 0, backbone, orders, inner_rows)
     for i in range(runs[0].done + 1, len(orders[0]) + 1):
         began = time.perf_counter()
         now = [tasks[i - 1] for tasks in orders]
-        _learn(method, backbone, runs, now, train, report, journal, fits)
+        _learn(backbone, courses, runs, now, report, journal, fits)
         fits = None
         for run, task in zip(runs, now, strict=True):
-            run.state = with_key(backbone, run.state, task.name, run.splits[task.name])
+            run.state = with_key(run.state, task.name, texts.key(run.splits[task.name]))
         seconds = (time.perf_counter() - began) / len(runs)  # before anything is scored
         for run, tasks, task in zip(runs, orders, now, strict=True):
             run.seconds[task.name] = seconds
-            _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows)
-            _measure_untaught(run, i, backbone, tasks[i : i + 1], inner_rows)
+            _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows, texts)
             run.done = i
+        if i < len(orders[0]):
+            _measure_inner(runs, i, backbone, orders, evaluate_with, inner_rows)
+            _measure_untaught(runs, i, backbone, [t[i : i + 1] for t in orders], inner_rows)
         journal.task(runs)
         for name, task in {task.name: task for task in now}.items():
             if after_task:
@@ -146,49 +160,43 @@ def run_stream(
     **options: Any,
 ) -> StreamRun:
     """`run_streams` for a single run."""
-    return run_streams(method, backbone, [(tasks, seed)], train, **options)[0]
+    return run_streams(backbone, [Course(method, tasks, seed, train)], **options)[0]
 
 
-def _begin(
-    method: Method,
-    tasks: Sequence[Task],
-    train: TrainSettings,
-    seed: int,
-    protocol: str,
-    test_limit: int,
-) -> StreamRun:
+def _begin(course: Course, protocol: str, test_limit: int) -> StreamRun:
+    tasks, seed, train = course.tasks, course.seed, course.train
     splits = {
         task.name: make_split(protocol, task, train.shots, seed, train.validation_limit, test_limit)
         for task in tasks
     }
     matrix = np.full((len(tasks) + 1, len(tasks)), np.nan)
     names = tuple(task.name for task in tasks)
-    return StreamRun(seed, names, splits, method.start(seed), matrix, matrix.copy())
+    return StreamRun(seed, names, splits, course.method.start(seed), matrix, matrix.copy())
 
 
 def _learn(
-    method: Any,
     backbone: Backbone,
+    courses: Sequence[Course],
     runs: Sequence[StreamRun],
     tasks: Sequence[Task],
-    train: TrainSettings,
     report: Report | None,
     journal: Journal,
     fits: list[FitState] | None,
 ) -> None:
     """One more task for every run, each its own: as lanes of a pack, or one by one for methods without lanes."""
-    if not hasattr(method, "lane"):
-        for run, task in zip(runs, tasks, strict=True):
+    methods: list[Any] = [course.method for course in courses]
+    if not all(hasattr(method, "lane") for method in methods):
+        for method, run, task in zip(methods, runs, tasks, strict=True):
             run.state = method.learn(run.state, task, run.splits[task.name], report)
         return
     lanes = [
         method.lane(run.state, task, run.splits[task.name])
-        for run, task in zip(runs, tasks, strict=True)
+        for method, run, task in zip(methods, runs, tasks, strict=True)
     ]
     facts = fit_lanes(
         backbone,
         lanes,
-        train,
+        [course.train for course in courses],
         report,
         checkpoint=lambda now: journal.epoch(runs, now),
         resume=fits,
@@ -198,6 +206,21 @@ def _learn(
         run.state = lane.finish(found)
 
 
+class _TextsRead:
+    """What the frozen model makes of texts. Runs of one pack share most of theirs, so the latest are remembered."""
+
+    def __init__(self, backbone: Backbone):
+        self.features = lru_cache(REMEMBERED)(lambda texts: read_features(backbone, texts))
+        """[n, h] of a tuple of texts."""
+        self._keys = lru_cache(REMEMBERED)(
+            lambda train, validation: learn_key(backbone, Split(train, validation, NO_ROWS))
+        )
+
+    def key(self, split: Split) -> TaskKey:
+        """Of a task with these rows."""
+        return self._keys(split.train, split.validation)
+
+
 def _measure_taught(
     run: StreamRun,
     i: int,
@@ -205,15 +228,14 @@ def _measure_taught(
     tasks: Sequence[Task],
     evaluate_with: str,
     inner_rows: int | None,
+    texts: _TextsRead,
 ) -> None:
-    """Row i of the matrix up to its diagonal; of a method that adapts to every text, the last row alone."""
+    """Row i of the matrix: its diagonal, and at the end all of it; of a method that adapts to every text, only then."""
     is_last = i == len(tasks)
     if hasattr(run.state, "adapted") and not is_last:
         run.when_learnt[tasks[i - 1].name] = torch.zeros(0)
         return
     finders = {p: Finder(keys_of(run.state.snapshots, p)) for p in (False, True)} if is_last else {}
-    if not is_last:
-        _measure_inner(run, i, backbone, tasks[: i - 1], evaluate_with, inner_rows)
     for j, task in enumerate(tasks[:i]) if is_last else [(i - 1, tasks[i - 1])]:
         rows = run.splits[task.name].test
         sample = _sample_places(len(rows), task.name, inner_rows)
@@ -232,57 +254,73 @@ def _measure_taught(
             run.unchanged[task.name] = torch.equal(again, then) if len(then) else None
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
-            run.found[task.name] = _task_free(finders[task.is_pair], backbone, task, rows, guess)
+            run.found[task.name] = _task_free(
+                finders[task.is_pair], texts.features(tuple(rows.texts)), task, rows, guess
+            )
 
 
 def _measure_inner(
-    run: StreamRun,
+    runs: Sequence[StreamRun],
     i: int,
     backbone: Backbone,
-    earlier: Sequence[Task],
+    orders: Sequence[Sequence[Task]],
     evaluate_with: str,
     inner_rows: int | None,
 ) -> None:
-    """Row i of the matrix left of its diagonal, on a few rows of each task; in one go where that is possible."""
-    asked: list[Rows] = []
-    for task in earlier:
-        rows = run.splits[task.name].test
-        asked.append(rows.at(_sample_places(len(rows), task.name, inner_rows)))
-    if answers_from_snapshots(run.state) and evaluate_with == "snapshot":
-        snapshots = [run.state.snapshots[task.name] for task in earlier]
-        pairs = [(own, rows.texts) for own, rows in zip(snapshots, asked, strict=True)]
-        found = predict_together(backbone, pairs)
-    else:
-        found = [
-            _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
-            for task, rows in zip(earlier, asked, strict=True)
-        ]
-    for j, (task, rows, own) in enumerate(zip(earlier, asked, found, strict=True)):
-        run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, own)
+    """Row i of the matrices left of their diagonal, on a few rows of each task; in one go where that is possible."""
+    together: list[tuple[StreamRun, int, Task, Rows]] = []
+    for run, tasks in zip(runs, orders, strict=True):
+        if hasattr(run.state, "adapted"):
+            continue
+        for j, task in enumerate(tasks[: i - 1]):
+            rows = _sampled(run, task, inner_rows)
+            if answers_from_snapshots(run.state) and evaluate_with == "snapshot":
+                together.append((run, j, task, rows))
+                continue
+            found = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
+            run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
+    asked = [(run.state.snapshots[task.name], rows.texts) for run, _, task, rows in together]
+    found_each = predict_together(backbone, asked)
+    for (run, j, task, rows), found in zip(together, found_each, strict=True):
+        run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
 
 
 def _task_free(
-    finder: Finder, backbone: Backbone, task: Task, rows: Rows, guess: Sequence[int]
+    finder: Finder, features: Tensor, task: Task, rows: Rows, guess: Sequence[int]
 ) -> dict[str, float]:
-    """Shares of rows whose task is found by its key, and whose label is right as well."""
-    found = finder.find(read_features(backbone, rows.texts))
+    """Shares of rows whose task is found by its key, and whose label is right as well; from their features [n, h]."""
+    found = finder.find(features)
     is_found = [each.task == task.name for each in found]
     right = [f and g == y for f, g, y in zip(is_found, guess, rows.labels, strict=True)]
     return {"found": float(np.mean(is_found)), "task_free_accuracy": float(np.mean(right))}
 
 
 def _measure_untaught(
-    run: StreamRun, i: int, backbone: Backbone, tasks: Sequence[Task], inner_rows: int | None
+    runs: Sequence[StreamRun],
+    i: int,
+    backbone: Backbone,
+    tasks: Sequence[Sequence[Task]],
+    inner_rows: int | None,
 ) -> None:
-    """Scores of tasks not yet learnt, with what earlier ones left; an encoder has no head for them yet."""
-    if backbone.needs_head or not hasattr(run.state, "current_layout"):
+    """Scores of each run's tasks not yet learnt, with what earlier ones left; an encoder has no head for them yet."""
+    if backbone.needs_head:
         return
-    for column, task in enumerate(tasks, start=i):
-        rows = run.splits[task.name].test
-        rows = rows.at(_sample_places(len(rows), task.name, inner_rows))
-        untaught = Snapshot(TaskCard.of(task), run.state.current_layout())
-        found = predict_log_probs(backbone, untaught, rows.texts)
-        run.matrix[i, column] = _score(task, rows, found)
+    together: list[tuple[StreamRun, int, Task, Rows]] = []
+    for run, ahead in zip(runs, tasks, strict=True):
+        if hasattr(run.state, "current_layout"):
+            together += [
+                (run, j, task, _sampled(run, task, inner_rows))
+                for j, task in enumerate(ahead, start=i)
+            ]
+    layouts = {id(run): run.state.current_layout() for run, *_ in together}
+    asked = [
+        (Snapshot(TaskCard.of(task), layouts[id(run)]), rows.texts)
+        for run, _, task, rows in together
+    ]
+    for (run, j, task, rows), found in zip(
+        together, predict_together(backbone, asked), strict=True
+    ):
+        run.matrix[i, j] = _score(task, rows, found)
 
 
 def _log_probs(
@@ -304,6 +342,12 @@ def _log_probs(
 def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:
     guess = log_probs.argmax(dim=-1).tolist()
     return score_predictions(task.metric, rows.labels, guess, rows.groups)
+
+
+def _sampled(run: StreamRun, task: Task, size: int | None) -> Rows:
+    """A few test rows of a task."""
+    rows = run.splits[task.name].test
+    return rows.at(_sample_places(len(rows), task.name, size))
 
 
 def _sample_places(count: int, name: str, size: int | None) -> list[int]:

@@ -1,8 +1,9 @@
 """A grid of runs: expanded to packs, done one after another here or spread over Ray.
 
-A pack is one config with all its seeds, which share every pass of the model; `together` puts the orders of a stream
-into one pack. Packs know nothing of each other, each goes on from its own records, and one that fails does not stop the
-rest: so a sweep can be stopped, killed or repeated at will, and ends with the same records wherever it was computed.
+A pack is one config with all its seeds, which share every pass of the model; `together` puts all configs that can
+share a pack into one. Packs know nothing of each other, each goes on from its own records, and one that fails does not
+stop the rest: so a sweep can be stopped, killed or repeated at will, and ends with the same records wherever it was
+computed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import Any
 
 from qtuning.errors import ConfigError, QTuningError, unknown
 from qtuning.ray_cluster import cause_of, connected, largest_node
-from qtuning.runs import RunConfig, run_folder, run_together
-from qtuning.streams import get_stream
+from qtuning.runs import RunConfig, company_of, run_folder, run_together
 
 LISTS = ("streams", "methods", "models", "presets")
 """What a sweep lists; `RunConfig` has one of each."""
@@ -46,34 +46,39 @@ class Sweep:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of `RunConfig`, for all packs."""
     together: bool = False
-    """Streams of equally many tasks, such as orders of the same ones, in one pack: pays on a card."""
+    """All methods, settings and streams of equally many tasks in one pack: pays on a card."""
     parts: Sequence[Sweep] = ()
     """Grids that make up this one, which then has none of its own."""
 
 
 @dataclass(frozen=True)
 class Pack:
-    """One config with all its seeds, or several that differ in their stream alone."""
+    """One config with all its seeds, and others that share its passes."""
 
     config: RunConfig
     seeds: tuple[int, ...]
     varied: Mapping[str, Any] = field(default_factory=dict)
-    more_streams: tuple[str, ...] = ()
-    """Of as many tasks; their runs share the passes too."""
+    company: tuple[Pack, ...] = ()
+    """With the same seeds, and no company of their own."""
+
+    @property
+    def members(self) -> list[Pack]:
+        """Each config for itself."""
+        return [replace(self, company=()), *self.company]
 
     @property
     def configs(self) -> list[RunConfig]:
-        """One for every stream."""
-        return [self.config, *(replace(self.config, stream=name) for name in self.more_streams)]
+        """Of all members."""
+        return [member.config for member in self.members]
 
     @property
     def name(self) -> str:
         """What sets it apart, for people."""
         config = self.config
         own = [f"{name} {value}" for name, value in self.varied.items()]
-        streams = " ".join(Path(each.stream).stem for each in self.configs)
-        words = [config.method, streams, Path(config.model).name, *own]
-        return " · ".join([*words, *([Path(config.preset).stem] if config.preset else [])])
+        words = [config.method, Path(config.stream).stem, Path(config.model).name, *own]
+        words += [Path(config.preset).stem] if config.preset else []
+        return " · ".join([*words, *([f"and {len(self.company)} more"] if self.company else [])])
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class Outcome:
 
     pack: Pack
     scores: tuple[float, ...] = ()
-    """Average score of each seed."""
+    """Average score of each seed, member by member."""
     error: str = ""
     """Why it failed, in one line; empty for a finished pack."""
     seconds: float = 0.0
@@ -246,15 +251,13 @@ def _grid(sweep: Sweep) -> Iterator[Pack]:
 
 
 def _joined(packs: Iterable[Pack]) -> list[Pack]:
-    """Packs that differ in their stream alone, and have equally many tasks, as one."""
+    """Packs whose runs can share one, with the same seeds, as one."""
     found: dict[tuple[Any, ...], Pack] = {}
     for pack in packs:
-        size = len(get_stream(pack.config.stream).tasks)
-        key = replace(pack.config, stream="").short_hash(), size, pack.seeds
+        key = company_of(pack.config), pack.seeds
         first = found.setdefault(key, pack)
         if first is not pack:
-            streams = (*first.more_streams, pack.config.stream)
-            found[key] = replace(first, more_streams=streams)
+            found[key] = replace(first, company=(*first.company, pack))
     return list(found.values())
 
 

@@ -26,7 +26,7 @@ from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
 from qtuning.hub import check_repo, local_folder, push_folder
-from qtuning.keys import Found, with_key
+from qtuning.keys import Found, learn_key, with_key
 from qtuning.lanes import FitState, Report, fit_lanes
 from qtuning.methods import make_method
 from qtuning.predictor import Answer, Predictor, check_texts, make_predictor
@@ -135,7 +135,7 @@ class QTuner:
                     report(now)
 
             learnt = self._fit(task, split, both, checkpoint, resume)
-            learnt = with_key(self.backbone, learnt, task.name, split)
+            learnt = with_key(learnt, task.name, learn_key(self.backbone, split))
         seconds = time.perf_counter() - began
         snapshots = dict(learnt.snapshots)
         new = snapshots.pop(task.name)
@@ -217,7 +217,8 @@ class QTuner:
         if texts:
             check_texts(texts)
             rows, none = Rows(tuple(texts), (0,) * len(texts)), Rows((), ())
-            state = with_key(self.backbone, state, name, Split(rows, none, none))
+            key = learn_key(self.backbone, Split(rows, none, none))
+            state = with_key(state, name, key)
         self.adopt(state)
         self._versions[name] = self._versions.get(name, 0) + 1
 

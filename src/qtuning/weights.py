@@ -184,7 +184,8 @@ def fit_weights(
     )
     trained = [tensor for tensors, _ in groups for tensor in tensors]
     best, kept, best_epoch, latest, step = (-math.inf, -math.inf), None, 0, None, 0
-    for epoch in range(1, settings.epochs + 1):
+    epochs = settings.epochs_of(len(train))
+    for epoch in range(1, epochs + 1):
         losses = []
         places = torch.randperm(len(train), generator=order).tolist()
         for first in range(0, len(places), settings.batch_size):
@@ -205,7 +206,7 @@ def fit_weights(
                     f"Lower the learning rate, or use dtype fp32."
                 )
             hooks.after_step(step, optimiser)
-        due = epoch % settings.validate_every == 0 or epoch == settings.epochs
+        due = epoch % settings.validate_every == 0 or epoch == epochs
         if due and len(validation):
             found = validation.log_probs()
             gold = torch.tensor(list(validation.labels), device=found.device)
@@ -218,12 +219,12 @@ def fit_weights(
         if report:
             mean = sum(losses) / len(losses)
             top = best[0] if kept else None
-            report(Progress(names[0], names[1], epoch, settings.epochs, mean, latest, top))
+            report(Progress(names[0], names[1], epoch, epochs, mean, latest, top))
     if kept:
         with torch.no_grad():
             for tensor, value in zip(trained, kept, strict=True):
                 tensor.copy_(value)
-    facts = {"epochs": float(settings.epochs), "best_epoch": float(best_epoch or settings.epochs)}
+    facts = {"epochs": float(epochs), "best_epoch": float(best_epoch or epochs)}
     if kept:
         facts |= {"validation_score": best[0], "validation_log_likelihood": best[1]}
     return facts

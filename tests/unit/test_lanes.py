@@ -116,6 +116,17 @@ def test_several_passes_give_what_one_gives(exact_backbone, monkeypatch) -> None
             torch.testing.assert_close(gradient, grads_b[name], rtol=0, atol=1e-12)
 
 
+def test_large_tasks_have_fewer_epochs(bert) -> None:
+    settings = make_settings(**{**SMALL, "epochs": 10, "batch_size": 4, "most_steps": 9})[1]
+    assert [settings.epochs_of(rows) for rows in (1, 4, 5, 8, 12, 16, 400)] == [9, 9, 4, 4, 3, 2, 1]
+    assert make_settings(epochs=10)[1].epochs_of(400) == 10
+    lane, seen = one_lane(bert), []
+    assert len(lane.train) == 12
+    facts = fit_lanes(bert, [lane], settings, seen.append)[0]
+    assert facts["epochs"] == 3
+    assert [(now.epoch, now.epochs) for now in seen] == [(i, 3) for i in range(1, 4)]
+
+
 def cut_of(backbone, lanes) -> tuple:
     """The passes of a step of the first four examples of every lane."""
     pack = Pack(backbone, lanes, make_settings(**{**SMALL, "batch_size": 4})[1])

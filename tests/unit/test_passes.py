@@ -1,6 +1,6 @@
 """Passes of like length: against every possible cut, and as properties."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_no_cut_is_cheaper(seed: int) -> None:
     for count in range(passes.MOST_PASSES):
         for chosen in combinations(places, count):
             ends = [0, *chosen, len(lengths)]
-            sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+            sizes = [b - a for a, b in pairwise(ends)]
             costs.append(
                 sum(n * lengths[a] + passes.CPU_PASS for n, a in zip(sizes, ends, strict=False))
             )

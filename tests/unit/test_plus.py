@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from qtuning.config import make_settings
 from qtuning.errors import ConfigError
-from qtuning.keys import read_features, with_key
+from qtuning.keys import learn_key, read_features, with_key
 from qtuning.lanes import fit_lanes
 from qtuning.methods import make_method
 from qtuning.warm_start import CANDIDATES, find_source, loss_under
@@ -27,7 +27,7 @@ def learn(method, state, task, seed: int = 0):
     split = task.split(4, seed)
     lane = method.lane(state, task, split)
     fit_lanes(method.backbone, [lane], method.train)
-    return with_key(method.backbone, lane.finish({}), task.name, split), lane
+    return with_key(lane.finish({}), task.name, learn_key(method.backbone, split)), lane
 
 
 def learnt(method, count: int):
@@ -190,9 +190,18 @@ def test_the_newest_first_order_takes_the_right_rows(llama) -> None:
     assert torch.equal(lane.trained["prompt"], state.snapshots[lane.source.card.name].rows[:2])
 
 
+def test_the_mean_of_earlier_prompts_can_be_the_start(llama) -> None:
+    method = method_for(llama, "per-task-prompt", warm_start="mean")
+    state, lanes = learnt(method, 3)
+    assert lanes[0].source is None
+    task = make_task("next", rows=8, seed=9)
+    lane = method.lane(state, task, task.split(4, 0))
+    expected = sum(state.snapshots[f"task{i}"].rows for i in range(3)) / 3
+    assert (lane.trained["prompt"] - expected).abs().max() < 1e-6
+
+
 def test_plus_is_q_tuning_with_the_switches_on(family_backbone) -> None:
-    rule = "key" if family_backbone.needs_head else "loss"
-    same = method_for(family_backbone, fill_queue=True, thaw=True, warm_start=rule)
+    same = method_for(family_backbone, fill_queue=True, thaw=True)
     plus = method_for(family_backbone, "q-tuning-plus")
     assert plus.settings == same.settings
     long = method_for(family_backbone, "per-task-prompt-long")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,39 @@ def test_every_run_ends_as_it_would_alone(configs: dict[str, RunConfig]) -> None
     assert first != second
 
 
+MIXED = [
+    ("a", "q-tuning", {"prompt_lr": 0.003}),
+    ("b", "q-tuning", {"prompt_lr": 0.03, "epochs": 3}),
+    ("b", "prog-prompt", {}),
+    ("a", "per-task-prompt-long", {"average": 0.5, "batch_size": 8}),
+    ("a", "prompt-tuning", {"clip": 0.1}),
+]
+
+
+def mixed(configs: dict[str, RunConfig]) -> list[RunConfig]:
+    return [
+        replace(configs[order], method=method, settings={**TINY, **own})
+        for order, method, own in MIXED
+    ]
+
+
+def test_methods_and_settings_share_a_pack_and_end_as_alone(configs: dict[str, RunConfig]) -> None:
+    """Other learning rates, epochs, averages, clipping and batches in the same passes."""
+    packed = run_together(mixed(configs), [0, 1], Path("packed"), device="cpu")
+    assert [(r["method"], r["seed"]) for r in packed] == [
+        (m, s) for _, m, _ in MIXED for s in (0, 1)
+    ]
+    for config in mixed(configs):
+        run(config, [0, 1], Path("alone"), device="cpu")
+    files = sorted(Path("alone").rglob("tasks/*.safetensors"))
+    assert len(files) == len(MIXED) * 2 * 3
+    for file in files:
+        own = [read_tensors(Path(root, *file.parts[1:]))[0]["rows"] for root in ("packed", "alone")]
+        np.testing.assert_allclose(*own, atol=1e-4)
+    learnt = {json.dumps(result["matrix"]) for result in packed}
+    assert len(learnt) > len(MIXED)
+
+
 def test_a_pack_that_was_stopped_goes_on_with_the_same_bytes(configs: dict[str, RunConfig]) -> None:
     together(configs, "whole")
     learnt: list[str] = []
@@ -103,8 +137,12 @@ def test_a_result_that_is_missing_is_taken_from_the_packs_last_commit(
 
 
 def test_what_cannot_share_a_pack_is_refused(configs: dict[str, RunConfig]) -> None:
-    for other in (configs["c"], RunConfig(stream="b.yaml", model="model", settings=TINY)):
-        with pytest.raises(ConfigError, match="differ in their stream alone"):
+    other_rows = RunConfig(stream="b.yaml", model="model", settings=TINY)
+    moves_weights = replace(configs["b"], method="ewc")
+    for other in (configs["c"], other_rows, moves_weights):
+        with pytest.raises(
+            ConfigError, match="differ in stream, method, preset and settings alone"
+        ):
             run_together([configs["a"], other], [0], Path("refused"))
 
 
@@ -119,14 +157,18 @@ def test_a_sweep_joins_streams_of_equal_length(configs: dict[str, RunConfig]) ->
     apart = expand(read_sweep(raw, "x.yaml"))
     joined = expand(read_sweep({**raw, "together": True}, "x.yaml"))
     assert len(apart) == 6
-    assert [[c.stream for c in pack.configs] for pack in joined] == [
-        ["a.yaml", "b.yaml"], ["a.yaml", "b.yaml"], ["c.yaml"], ["c.yaml"],
+    assert [[(c.method, c.stream) for c in pack.configs] for pack in joined] == [
+        [("per-task-prompt", "a.yaml"), ("q-tuning", "a.yaml"),
+         ("per-task-prompt", "b.yaml"), ("q-tuning", "b.yaml")],
+        [("per-task-prompt", "c.yaml"), ("q-tuning", "c.yaml")],
     ]  # fmt: skip
-    assert joined[0].name == "per-task-prompt · a b · model"
-    found = run_here(joined[:1], Place(Path("here"), device="cpu"))
+    assert joined[0].name == "per-task-prompt · a · model · and 3 more"
+    found = run_here(joined[1:], Place(Path("here"), device="cpu"))
     assert not found[0].error
     assert len(found[0].scores) == 2
     assert len(list(Path("here").rglob("result.json"))) == 2
+    weights = expand(read_sweep({**raw, "methods": ["ewc", "replay"], "together": True}, "x.yaml"))
+    assert [len(pack.configs) for pack in weights] == [2, 2, 1, 1]  # orders share, methods do not
     with pytest.raises(ConfigError, match="together must be true or false"):
         read_sweep({**raw, "together": "yes"}, "x.yaml")
 

@@ -174,6 +174,8 @@ class Backbone:
     """Whether training steps are captured as CUDA graphs: at once on a card, unless `off`."""
     is_compiled: bool = field(default=False, init=False)
     """Whether layers are compiled: at once with `on`, when there is enough work ahead with `auto`."""
+    may_score_compiled: bool = field(default=True, init=False)
+    """False after compiled layers failed at it."""
     at_once: int | None = field(default=None, init=False)
     """Lanes that share a pass at most; by default as many as there are, or as fit the card's memory."""
     between_pair: str = field(default="", init=False)
@@ -255,6 +257,11 @@ class Backbone:
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:32]
+
+    @property
+    def scores_compiled(self) -> bool:
+        """Whether texts are scored with compiled layers: where that cannot change in the middle of a run."""
+        return self.is_compiled and self.compile == "dynamic" and self.may_score_compiled
 
     def training_layers(self) -> AbstractContextManager[None]:
         """Inside, the model runs as training wants it: compiled where that was decided."""
