@@ -73,21 +73,25 @@ def _room_for_repeats(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
 
 
 class StepGraphs:
-    """The captured steps of one pack, by their passes; plain steps where nothing is captured."""
+    """The captured steps of one pack, by their passes; plain steps where nothing is captured.
 
-    def __init__(self, compute: Compute, device: torch.device):
-        self.compute, self.device = compute, device
+    What computes a step is given with every call and not kept: a pack and its graphs that knew each other would wait
+    for the garbage collector, and hold their memory on the card meanwhile.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
         self._seen: set[Passes] = set()
         self._captured: dict[Passes, _Captured] = {}
         self._pool: Any = None
 
-    def step(self, step: Step, passes: Passes) -> Tensor:
+    def step(self, compute: Compute, step: Step, passes: Passes) -> Tensor:
         """Losses [lanes] of one step, which is taken."""
         if self.device.type != "cuda" or passes not in self._seen:
             self._seen.add(passes)
-            return self.compute(step, passes)
+            return compute(step, passes)
         if passes not in self._captured:
-            self._captured[passes] = self._capture(step, passes)
+            self._captured[passes] = self._capture(compute, step, passes)
         captured = self._captured[passes]
         for static, new in zip(captured.step.tensors(), step.tensors(), strict=True):
             static.copy_(new)
@@ -100,12 +104,12 @@ class StepGraphs:
         self._captured.clear()
         self._pool = None  # a pool whose graphs are gone cannot be captured into again
 
-    def _capture(self, step: Step, passes: Passes) -> _Captured:
+    def _capture(self, compute: Compute, step: Step, passes: Passes) -> _Captured:
         """Record a step; nothing is computed yet."""
         static = step.clone()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         with torch.cuda.graph(graph, pool=self._pool):
-            losses = self.compute(static, passes)
+            losses = compute(static, passes)
         return _Captured(graph, static, losses)

@@ -211,6 +211,8 @@ class _Engine:
         self.running = [*kept, *waiting[: self.at_once - len(kept)]]
         if not self.running:
             return
+        if hasattr(self, "pack"):
+            del self.pack  # its memory on the card is wanted for the next
         self.pack = Pack(
             self.backbone,
             [fit.lane for fit in self.running],

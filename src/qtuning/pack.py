@@ -63,7 +63,7 @@ class Pack:
         """Those of nearly every step, where steps must have few shapes."""
         in_stacks = torch.tensor([i for own in self.members for i in own], device=backbone.device)
         self.order = in_stacks.argsort()
-        self.graphs = StepGraphs(self.compute, backbone.device)
+        self.graphs = StepGraphs(backbone.device)
         self.losses: list[Tensor] = []
         """[lanes] for each step since `take_losses`, on the device."""
         self._quizzes: dict[tuple[int, ...], Quiz] = {}
@@ -78,8 +78,10 @@ class Pack:
             counts: Optimiser steps of each lane, this one included.
         """
         step, passes = self.plan(batches, counts)
-        take = self.graphs.step if self.has_fixed_shapes else self.compute
-        self.losses.append(take(step, passes))
+        if self.has_fixed_shapes:
+            self.losses.append(self.graphs.step(self.compute, step, passes))
+        else:
+            self.losses.append(self.compute(step, passes))
 
     @property
     def has_fixed_shapes(self) -> bool:

@@ -83,7 +83,9 @@ def test_lanes_are_chosen_from_free_memory() -> None:
     backbone = on_card("bert", torch.float32)
     lanes = make_lanes(backbone)
     settings = make_settings(**SMALL)[1]
-    assert lanes_that_fit(backbone, lanes, [settings] * len(lanes)) == len(lanes)  # tiny ones all fit
+    assert lanes_that_fit(backbone, lanes, [settings] * len(lanes)) == len(
+        lanes
+    )  # tiny ones all fit
 
 
 def test_a_repeated_step_is_the_step_taken_as_often() -> None:

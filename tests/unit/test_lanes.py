@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -125,6 +127,29 @@ def test_large_tasks_have_fewer_epochs(bert) -> None:
     facts = fit_lanes(bert, [lane], settings, seen.append)[0]
     assert facts["epochs"] == 3
     assert [(now.epoch, now.epochs) for now in seen] == [(i, 3) for i in range(1, 4)]
+
+
+def test_packs_go_at_once_when_nobody_needs_them(bert, monkeypatch) -> None:
+    """Their captured steps hold gigabytes of a card, and the garbage collector does not know."""
+    seen: list = []
+
+    class Watched(Pack):
+        has_fixed_shapes = True
+
+        def __init__(self, *given) -> None:
+            assert all(pack() is None for pack in seen)
+            super().__init__(*given)
+            seen.append(weakref.ref(self))
+
+    monkeypatch.setattr("qtuning.lanes.Pack", Watched)
+    settings = [make_settings(**{**SMALL, "epochs": 1 + i % 3})[1] for i in range(6)]
+    gc.disable()
+    try:
+        fit_lanes(bert, make_lanes(bert), settings)
+        assert len(seen) > 2  # a new pack whenever a lane ends
+        assert all(pack() is None for pack in seen)
+    finally:
+        gc.enable()
 
 
 def cut_of(backbone, lanes) -> tuple:
