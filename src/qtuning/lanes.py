@@ -181,6 +181,8 @@ def fit_lanes(
 class _Engine:
     """The lanes that train now, as a pack, and those that wait for a place in it."""
 
+    pack: Pack
+
     def __init__(
         self,
         backbone: Backbone,

@@ -245,12 +245,9 @@ def _measure_taught(
         if j == i - 1:
             run.when_learnt[task.name] = found
         if is_last:
-            again = (
-                _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
-                if j == i - 1
-                else found
-            )
-            then = run.when_learnt[task.name]
+            then, again = run.when_learnt[task.name], found
+            if j == i - 1 and len(then):
+                again = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
             run.unchanged[task.name] = torch.equal(again, then) if len(then) else None
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
