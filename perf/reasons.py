@@ -1,4 +1,4 @@
-"""The pictures of docs/findings.md, from committed records: reasons-scale.png, -length.png, -transfer.png.
+"""The pictures of docs/findings.md, from committed records: reasons-scale.png, -length.png, -tasks.png, -transfer.png.
 
 Run: python perf/reasons.py
 """
@@ -35,20 +35,25 @@ def scales() -> tuple[list[str], np.ndarray]:
     return names, found
 
 
-def tried() -> list[dict[str, Any]]:
-    """What was tried on SmolLM2, best first."""
-    record = json.loads((RECORDS / "tuning-smollm2.json").read_text())
-    return sorted(record["tried"], key=lambda each: -each["mean"])
-
-
 def label(entry: dict[str, Any]) -> str:
-    """Method, switches, learning rate."""
+    """Method, learning rate, switches."""
     own = {k: v for k, v in entry["settings"].items() if k != "prompt_lr"}
-    if own.get("thaw"):
-        return f"q-tuning-plus, {entry['settings']['prompt_lr']}"
-    words = [entry["method"], *(["warm start"] if "warm_start" in own else [])]
-    words += ["labels, decay"] if "loss_over" in own else []
-    return f"{', '.join(words)}, {entry['settings']['prompt_lr']}"
+    words = [entry["method"], str(entry["settings"]["prompt_lr"])]
+    return ", ".join([*words, *(f"{name} {value}" for name, value in own.items())])
+
+
+def when_learnt() -> tuple[list[str], dict[str, list[float]]]:
+    """Tasks of orders 8 to 10, and for each method the mean of their scores when learnt, over orders and seeds."""
+    record = json.loads((RECORDS / "long-smollm2-eleven.json").read_text())
+    found: dict[str, dict[str, list[float]]] = {}
+    for method, orders in record["scores"].items():
+        for seeds in orders.values():
+            for scores in seeds.values():
+                for task, score in scores.items():
+                    found.setdefault(method, {}).setdefault(task, []).append(100 * score)
+    control = found["per-task-prompt-long"]
+    tasks = sorted(control, key=lambda task: -mean(control[task]))
+    return tasks, {method: [mean(own[task]) for task in tasks] for method, own in found.items()}
 
 
 def draw_scales() -> None:
@@ -61,11 +66,12 @@ def draw_scales() -> None:
 
 def draw_tried() -> None:
     """A line for every candidate: each seed a dot."""
-    figure, axis = pyplot.subplots(figsize=(7.5, 3.8))
-    entries = tried()
+    figure, axis = pyplot.subplots(figsize=(7.5, 4.6))
+    record = json.loads((RECORDS / "tuning-smollm2-averaged.json").read_text())
+    entries = sorted(record["tried"], key=lambda each: -each["mean"])
     for place, entry in enumerate(entries):
-        scores = [100 * score for score in entry["scores"].values()]
-        is_ours = entry["method"] == "q-tuning"
+        scores = [100 * mean(own.values()) for own in entry["scores"].values()]
+        is_ours = entry["method"].startswith("q-tuning")
         colour = OURS if is_ours else CONTROL if entry["method"].endswith("long") else OTHERS
         axis.plot(scores, [place] * len(scores), "o", color=colour, markersize=5)
         axis.plot([mean(scores)], [place], "|", color=colour, markersize=16, markeredgewidth=2.5)
@@ -73,10 +79,35 @@ def draw_tried() -> None:
     axis.invert_yaxis()
     axis.set(
         xlabel="average score, %",
-        title="SmolLM2-135M on the tuning stream",
+        title="SmolLM2-135M, five tasks of the tuning stream",
     )
     axis.grid(axis="x", alpha=0.3)
     _save(figure, "reasons-length.png")
+
+
+def draw_tasks() -> None:
+    """A line for every task, a mark for every method: where the methods differ."""
+    tasks, found = when_learnt()
+    marks = {
+        "per-task-prompt-long": ("D", CONTROL),
+        "per-task-prompt": ("o", OTHERS),
+        "prog-prompt": ("x", OTHERS),
+        "q-tuning": ("s", OURS),
+        "q-tuning-plus": ("^", OURS),
+    }
+    figure, axis = pyplot.subplots(figsize=(7.5, 4.6))
+    for method, (mark, colour) in marks.items():
+        axis.plot(
+            found[method], range(len(tasks)), mark, color=colour, label=method, alpha=0.85, ms=7
+        )
+    axis.set_yticks(range(len(tasks)), tasks)
+    axis.invert_yaxis()
+    axis.set(
+        xlabel="score when learnt, %", title="SmolLM2-135M, first eleven tasks of orders 8 to 10"
+    )
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower right")
+    _save(figure, "reasons-tasks.png")
 
 
 def draw_transfer() -> None:
@@ -133,4 +164,5 @@ def _save(figure: Any, name: str) -> None:
 if __name__ == "__main__":
     draw_scales()
     draw_tried()
+    draw_tasks()
     draw_transfer()

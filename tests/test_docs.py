@@ -13,7 +13,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pytest
 from rich.console import Console
@@ -216,8 +216,72 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     assert all(means[name] == 0 for name in means if name.startswith("per-task"))
 
 
+def test_the_findings_on_eleven_tasks_are_those_of_the_scores() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    runs = json.loads((ROOT / "results" / "long-smollm2-eleven.json").read_text())["scores"]
+    shown = page.split("<!-- eleven -->")[1].split("<!-- /eleven -->")[0]
+    seeds = {
+        method: [100 * mean(mean(own[s].values()) for own in orders.values()) for s in "012"]
+        for method, orders in runs.items()
+    }
+    assert len(shown.strip().splitlines()) == 2 + len(seeds)
+    for method, found in seeds.items():
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"| `{method}`,")]
+        each = ", ".join(f"{score:.1f}" for score in found)
+        assert line.endswith(f"| {mean(found):.1f} | {each} |")
+
+    def ahead(one: str, other: str) -> list[float]:
+        return [a - b for a, b in zip(seeds[one], seeds[other], strict=True)]
+
+    for one, other, said in (
+        (
+            "q-tuning",
+            "prog-prompt",
+            "Q-tuning is {:.1f} points above ProgPrompt on all three seeds",
+        ),
+        ("per-task-prompt-long", "q-tuning", "is {:.1f} above Q-tuning on all three seeds"),
+        (
+            "per-task-prompt-long",
+            "q-tuning-plus",
+            "and {:.1f} above `q-tuning-plus`, also on all three",
+        ),
+    ):
+        assert min(ahead(one, other)) > 0
+        assert said.format(mean(ahead(one, other))) in page
+    assert f"({-mean(ahead('q-tuning', 'per-task-prompt')):.1f} below)" in page
+    readme = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("(SmolLM2-135M, first eleven")[1]
+    )
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    for method in ("q-tuning", "prog-prompt", "per-task-prompt", "per-task-prompt-long"):
+        assert f"{mean(seeds[method]):.1f}" in readme.split("\n[Conditions")[0]
+        assert f"{mean(seeds[method]):.1f}" in claims
+    places = page.split("<!-- places -->")[1].split("<!-- /places -->")[0].strip().splitlines()[2:]
+    for line in places:
+        one, other = re.findall(r"`([\w-]+)`", line)
+        found = []
+        for first, last in ((1, 1), (2, 4), (5, 7), (8, 11)):
+            found.append(
+                mean(
+                    100 * (score - runs[other][order][seed][task])
+                    for order, own in runs[one].items()
+                    for seed, scores in own.items()
+                    for task, score in list(scores.items())[first - 1 : last]
+                )
+            )
+        assert line.endswith("| " + " | ".join(f"{round(x, 1) + 0.0}" for x in found) + " |")
+
+
 def test_the_findings_figures_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    averaged = json.loads((ROOT / "results" / "tuning-smollm2-averaged.json").read_text())["tried"]
+    words = page.split("## Averaging the prompt")[1].split("The first round")[0]
+    words += page.split("## What was tried")[1]
+    for entry in averaged:
+        scores = [mean(own.values()) for own in entry["scores"].values()]
+        assert entry["mean"] == pytest.approx(mean(scores), abs=1e-4)
+        if entry["method"] not in ("per-task-prompt", "prog-prompt"):
+            assert f"{100 * entry['mean']:.1f}" in words, entry["settings"]
     tried = json.loads((ROOT / "results" / "tuning-smollm2.json").read_text())["tried"]
     table: dict[str, dict[str, str]] = {}
     for entry in tried:
@@ -229,7 +293,8 @@ def test_the_findings_figures_are_those_of_the_records() -> None:
         elif not {"loss_over", "warm_start"} <= entry["settings"].keys():  # said in words
             assert f"{100 * entry['mean']:.1f}" in page.split("## What was tried")[1]
     for method, found in table.items():
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| `{method}`, ")]
+        lines = page.split("The first round")[1].splitlines()
+        (line,) = [line for line in lines if line.startswith(f"| `{method}`, ")]
         cells = [cell.strip() for cell in line.split("|")[2:4]]
         assert cells == [found.get("0.01", ""), found.get("0.03", "")]
     loss = json.loads((ROOT / "perf" / "results" / "transfer-smollm2.json").read_text())["loss"]
@@ -250,8 +315,8 @@ def test_the_findings_figures_are_those_of_the_records() -> None:
         for task in record["tasks"].values()
         for weight in task["scale"]
     )
-    mean, high = sum(moved) / len(moved), moved[int(0.95 * len(moved))]
-    assert f"ends {100 * mean:.0f} % from 1\non average, {100 * high:.0f} %" in page
+    average, high = sum(moved) / len(moved), moved[int(0.95 * len(moved))]
+    assert f"ends {100 * average:.0f} % from 1\non average, {100 * high:.0f} %" in page
 
 
 def test_the_summary_comes_from_the_records(monkeypatch: pytest.MonkeyPatch) -> None:

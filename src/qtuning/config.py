@@ -44,7 +44,7 @@ class MethodSettings:
     thaw: bool = False
     """Train a copy of the queue's rows for the task, which its snapshot keeps; the queue stays as it is."""
     warm_start: str = "none"
-    """Where the new prompt starts: none (vocabulary), or the earlier task with the lowest loss or the nearest key."""
+    """Where a new prompt starts: none (vocabulary), the earlier task of lowest loss or nearest key, or their mean."""
     mlp: bool = False
     """Train prompts through a residual MLP, baked at the end of the task."""
     mlp_hidden: int = 512

@@ -45,8 +45,8 @@ class Sweep:
     """Settings with several values each."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of `RunConfig`, for all packs."""
-    together: bool = False
-    """All methods, settings and streams of equally many tasks in one pack: pays on a card."""
+    together: bool | str = False
+    """All methods, settings and streams of equally many tasks in one pack, or `streams` alone: pays on a card."""
     parts: Sequence[Sweep] = ()
     """Grids that make up this one, which then has none of its own."""
 
@@ -138,8 +138,8 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
         for name, values in (raw.get("vary") or {}).items()
     }
     together = raw.get("together", False)
-    if not isinstance(together, bool):
-        raise ConfigError(f"{source}: together must be true or false, got {together!r}.")
+    if together not in (True, False, "streams"):
+        raise ConfigError(f"{source}: together must be true, false or streams, got {together!r}.")
     fixed = {key: raw[key] for key in FIXED if key in raw}
     settings = dict(raw.get("settings") or {})
     return Sweep(**lists, settings=settings, vary=vary, fixed=fixed, together=together)
@@ -219,14 +219,15 @@ def _listed(value: Any, key: str, source: str) -> tuple[Any, ...]:
 
 def expand(sweep: Sweep) -> list[Pack]:
     """All packs, every name and setting checked; combinations that mean the same run are one pack, with all seeds."""
-    found: dict[tuple[Path, bool], Pack] = {}
+    found: dict[tuple[Path, bool | str], Pack] = {}
     for part in sweep.parts or (sweep,):
         for pack in _grid(part):
             key = run_folder(Path(), pack.config, 0), part.together
             first = found.setdefault(key, pack)
             found[key] = replace(first, seeds=tuple(dict.fromkeys((*first.seeds, *pack.seeds))))
     apart = [pack for (_, together), pack in found.items() if not together]
-    return [*apart, *_joined(pack for (_, together), pack in found.items() if together)]
+    joined = [(pack, together) for (_, together), pack in found.items() if together]
+    return [*apart, *_joined(joined)]
 
 
 def _grid(sweep: Sweep) -> Iterator[Pack]:
@@ -250,11 +251,12 @@ def _grid(sweep: Sweep) -> Iterator[Pack]:
             yield Pack(config, tuple(sweep.seeds), varied)
 
 
-def _joined(packs: Iterable[Pack]) -> list[Pack]:
-    """Packs whose runs can share one, with the same seeds, as one."""
+def _joined(packs: Iterable[tuple[Pack, bool | str]]) -> list[Pack]:
+    """Packs whose runs can share one, with the same seeds, as one; of some only those that differ in their stream."""
     found: dict[tuple[Any, ...], Pack] = {}
-    for pack in packs:
-        key = company_of(pack.config), pack.seeds
+    for pack, together in packs:
+        alone = replace(pack.config, stream="").short_hash() if together == "streams" else ""
+        key = company_of(pack.config), alone, pack.seeds
         first = found.setdefault(key, pack)
         if first is not pack:
             found[key] = replace(first, company=(*first.company, pack))

@@ -169,7 +169,12 @@ def test_a_sweep_joins_streams_of_equal_length(configs: dict[str, RunConfig]) ->
     assert len(list(Path("here").rglob("result.json"))) == 2
     weights = expand(read_sweep({**raw, "methods": ["ewc", "replay"], "together": True}, "x.yaml"))
     assert [len(pack.configs) for pack in weights] == [2, 2, 1, 1]  # orders share, methods do not
-    with pytest.raises(ConfigError, match="together must be true or false"):
+    orders = expand(read_sweep({**raw, "together": "streams"}, "x.yaml"))
+    assert [{(c.method, c.stream[0]) for c in pack.configs} for pack in orders] == [
+        {("per-task-prompt", "a"), ("per-task-prompt", "b")}, {("q-tuning", "a"), ("q-tuning", "b")},
+        {("per-task-prompt", "c")}, {("q-tuning", "c")},
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="together must be true, false or streams"):
         read_sweep({**raw, "together": "yes"}, "x.yaml")
 
 
