@@ -14,7 +14,7 @@ from qtuning.eviction import EVICTIONS
 
 RETENTIONS = ("kl", "jsd", "none")
 SHARED_SCHEDULES = ("all", "algorithm1")
-WARM_STARTS = ("none", "loss", "key", "mean")
+WARM_STARTS = ("none", "loss", "key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class MethodSettings:
     thaw: bool = False
     """Train a copy of the queue's rows for the task, which its snapshot keeps; the queue stays as it is."""
     warm_start: str = "none"
-    """Where a new prompt starts: none (vocabulary), the earlier task of lowest loss or nearest key, or their mean."""
+    """Where the new prompt starts: none (vocabulary), or the earlier task with the lowest loss or the nearest key."""
     mlp: bool = False
     """Train prompts through a residual MLP, baked at the end of the task."""
     mlp_hidden: int = 512
@@ -100,7 +100,7 @@ class TrainSettings:
     epochs: int = 15
     """Passes over the training examples of a task."""
     most_steps: int = 0
-    """Steps of a task at most, in whole epochs: large tasks then have fewer of them; 0 sets no limit."""
+    """Steps of a task at most, in whole epochs and at least one: large tasks have fewer of them; 0 sets no limit."""
     batch_size: int = 16
     """Examples per step and lane (paper: 8)."""
     prompt_lr: float = 1e-2
@@ -124,7 +124,7 @@ class TrainSettings:
     clip: float = 1.0
     """Largest gradient norm of one lane; 0 switches clipping off."""
     average: float = 0.0
-    """Of prompts, keep a running average instead of the latest state: what is left of it after a step, e.g. 0.98."""
+    """Of lanes, keep a running average instead of the latest state: what is left of it after a step, e.g. 0.98."""
     validate_every: int = 1
     """Epochs between two looks at the validation rows."""
     patience: int = 0

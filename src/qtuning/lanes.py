@@ -11,7 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,13 +44,13 @@ Report = Callable[[Progress], None]
 Checkpoint = Callable[[list[FitState]], None]
 
 TIMED_STEPS = 10
-"""Steps whose fastest is taken for a replay; the first of every width are slower."""
+"""Steps whose fastest is taken for a replay; the first of every shape are slower."""
 COMPILE_SECONDS = 60.0
 """What compiling a model for a few shapes costs, on the slow side."""
 SHARE_SAVED = 0.3
 """Of a captured step, what compiling is expected to save."""
 SHARE_OF_FREE_MEMORY = 0.4
-"""For one step of a pack: a captured step keeps its memory while another width is run for the first time."""
+"""For one step of a pack: a captured step keeps its memory while another shape is run for the first time."""
 
 CHECKPOINT_SECONDS = 5.0
 """Between two checkpoints of lanes that end their epochs at different times."""
@@ -389,12 +389,13 @@ def lanes_that_fit(
     """As many lanes as the card has memory for, from one step of the longest of them; all on a CPU."""
     if backbone.device.type != "cuda" or len(lanes) < 2:
         return max(1, len(lanes))
-    longest, own = max(zip(lanes, settings, strict=True), key=lambda each: _positions(each[0]))
-    pack = Pack(backbone, [longest], own)
+    longest = max(lanes, key=_positions)
+    batch = max(own.batch_size for own in settings)
+    pack = Pack(backbone, [longest], replace(settings[0], batch_size=batch))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(backbone.device)
     before = torch.cuda.memory_allocated(backbone.device)
-    size = min(own.batch_size, len(longest.train))
+    size = min(batch, len(longest.train))
     order = sorted(range(len(longest.train)), key=lambda i: -len(longest.train[i].ids))
     losses = pack.forward(*pack.plan([order[:size]], [1]))
     torch.autograd.grad(losses.sum(), list(pack.stacks[0].trained.values()), allow_unused=True)
@@ -406,9 +407,10 @@ def lanes_that_fit(
 
 
 def _positions(lane: Lane) -> int:
-    """Of the lane's longest example, prompt included."""
+    """Of the lane's longest example, prompt included; retention reads it once more."""
     prompt = len(lane.layout({**lane.fixed, **lane.trained}))
-    return prompt + max(len(tokens.ids) for tokens in lane.train)
+    text = max(len(tokens.ids) for tokens in lane.train)
+    return prompt + text + (0 if lane.teacher is None else lane.settings.shared_length + text)
 
 
 def _is_due(fit: Fit) -> bool:

@@ -33,7 +33,8 @@ class Pack:
         """`settings` are those of all lanes, or of each."""
         self.backbone, self.lanes = backbone, list(lanes)
         each = for_each(settings, len(self.lanes))
-        self.batch_size = max(own.batch_size for own in each)
+        self.batches = [own.batch_size for own in each]
+        self.batch_size = max(self.batches)
         members: dict[tuple[object, ...], list[int]] = {}
         for i, (lane, own) in enumerate(zip(self.lanes, each, strict=True)):
             members.setdefault((lane.structure, kind_of_step(own)), []).append(i)
@@ -59,6 +60,9 @@ class Pack:
                 for r in rows
             ]
         )  # fmt: skip
+        self.shortest = [
+            min(range(len(lane.train)), key=lambda i: len(lane.train[i].ids)) for lane in self.lanes
+        ]
         self.passes: Passes = ()
         """Those of nearly every step, where steps must have few shapes."""
         in_stacks = torch.tensor([i for own in self.members for i in own], device=backbone.device)
@@ -71,7 +75,7 @@ class Pack:
     # ── training ─────────────────────────────────────────────────────────────────────────────
 
     def step(self, batches: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
-        """One optimiser step of every lane with a batch, from one forward and one backward pass.
+        """One optimiser step of every lane with a batch, from the same passes.
 
         Args:
             batches: Training examples of each lane; none for a lane that stands still.
@@ -95,14 +99,15 @@ class Pack:
             size = min(self.batch_size, max(len(lane.train) for lane in self.lanes))
         inputs, whole, shared = [], [], []
         for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
-            example = np.tile(np.array(stack.starts)[:, None], (1, size))
+            example = np.empty((len(own), size), dtype=np.int64)
             is_live = np.zeros(example.shape, dtype=bool)
             for k, i in enumerate(own):
-                example[k, : len(batches[i])] += np.array(batches[i], dtype=np.int64)
-                example[k, len(batches[i]) :] = example[
-                    k, 0
-                ]  # fills the batch, and counts for nothing
-                is_live[k, : len(batches[i])] = True
+                live, start = len(batches[i]), stack.starts[k]
+                example[k, :live] = start + np.array(batches[i], dtype=np.int64)
+                example[k, live:] = (
+                    start + self.shortest[i]
+                )  # fills the batch, and counts for nothing
+                is_live[k, :live] = True
             whole.append(table + example.flatten())
             if stack.teacher is not None:
                 shared.append(whole[-1] + len(stack.targets))
@@ -136,15 +141,15 @@ class Pack:
             return self.passes
         return ((len(lengths), self.passes[0][1]),)  # a step with many long rows: all in one pass
 
-    def _lengths_by_lane(self) -> list[np.ndarray]:
-        """Positions of every lane's rows, and once more of those that retention reads."""
+    def _lengths_by_lane(self) -> list[tuple[np.ndarray, int]]:
+        """Positions of every lane's rows and how many a step draws, and once more of those that retention reads."""
         found = []
-        for stack, table in zip(self.stacks, self.tables, strict=True):
+        for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
             ends = [*stack.starts[1:], len(stack.targets)]
             for again in [0, len(stack.targets)][: 1 if stack.teacher is None else 2]:
                 found += [
-                    self.lengths[table + again + a : table + again + b]
-                    for a, b in zip(stack.starts, ends, strict=True)
+                    (self.lengths[table + again + a : table + again + b], self.batches[i])
+                    for i, a, b in zip(own, stack.starts, ends, strict=True)
                 ]
         return found
 

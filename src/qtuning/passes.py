@@ -51,19 +51,22 @@ def cut(lengths: np.ndarray, where: device) -> Passes:
     return tuple(reversed(passes))
 
 
-def foresee(lanes: list[np.ndarray], batch: int) -> np.ndarray:
+def foresee(lanes: list[tuple[np.ndarray, int]], batch: int) -> np.ndarray:
     """Lengths of a step's rows, longest first, that few steps exceed; the first is the longest there is.
 
-    `lanes` are the lengths of each lane's examples, of which every step draws a batch.
+    `lanes` are the lengths of each lane's examples and how many of them a step draws; its shortest fills the batch.
     """
-    draw = np.random.default_rng(0)
-    steps = [
-        np.concatenate([draw.choice(own, batch, replace=batch > len(own)) for own in lanes])
-        for _ in range(SIMULATED_STEPS)
-    ]
+    generator = np.random.default_rng(0)
+
+    def draw(own: np.ndarray, drawn: int) -> np.ndarray:
+        drawn = min(drawn, len(own), batch)
+        chosen = generator.choice(own, drawn, replace=False)
+        return np.concatenate([chosen, np.full(batch - drawn, own.min())])
+
+    steps = [np.concatenate([draw(*lane) for lane in lanes]) for _ in range(SIMULATED_STEPS)]
     seen = -np.sort(-np.stack(steps), axis=1)
     foreseen = np.ceil(np.quantile(seen, FORESEEN, axis=0)).astype(np.int64)
-    foreseen[0] = max(own.max() for own in lanes)
+    foreseen[0] = max(own.max() for own, _ in lanes)
     return np.asarray(foreseen)
 
 

@@ -36,7 +36,7 @@ class LearningBar:
         )
         self._tasks = tasks
         self._id: TaskID | None = None
-        self._lanes: list[str] = []
+        self._lanes: dict[str, int] = {}
         self._epochs, self._began = 0, time.perf_counter()
 
     def __enter__(self) -> LearningBar:
@@ -53,16 +53,20 @@ class LearningBar:
 
     def __call__(self, now: LaneProgress) -> None:
         """Show one lane after an epoch."""
-        if now.lane not in self._lanes:
-            self._lanes.append(now.lane)
+        self._lanes[now.lane] = now.epochs
+        ahead = (
+            self._tasks - len(self._lanes)
+        ) * now.epochs  # those that have not begun, if all are alike
+        total = sum(self._lanes.values()) + ahead
         if self._id is None:
-            self._id = self._bar.add_task("", total=self._tasks * now.epochs, status="")
+            self._id = self._bar.add_task("", total=total, status="")
         self._epochs += 1
         rate = self._epochs / (time.perf_counter() - self._began)
         count = f"[{len(self._lanes)}/{self._tasks}] " if self._tasks > 1 else ""
         validation = "" if now.validation is None else f"  validation {now.validation:.1%}"
         self._bar.update(
             self._id,
+            total=total,
             completed=self._epochs,
             description=f"{count}{now.lane}",
             status=f"epoch {now.epoch}/{now.epochs}  loss {now.loss:.3f}{validation}  {rate:.1f} epochs/s",

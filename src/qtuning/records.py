@@ -2,7 +2,7 @@
 
     runs/<stream>/<method>/<seed>-<hash>/
       config.yaml                 resolved; the hash is of this
-      events.jsonl                one line per epoch and task, append-only
+      events.jsonl                one line per checkpoint, mostly of an epoch, and per task
       state/<n>.safetensors       what continuing needs
       tasks/<name>.safetensors    snapshot, scores and raw prompt of each finished task
       result.json                 when it is finished
@@ -21,6 +21,8 @@ import gc
 import json
 import os
 import resource
+import shutil
+import warnings
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -107,17 +109,31 @@ class RunJournal(Journal):
     def __init__(self, methods: Sequence[Any], folders: Sequence[Path], pack: Path):
         self.methods, self.folders, self.pack = list(methods), list(folders), pack
         self.generation = 0
+        self._noted: dict[Path, tuple[int, int]] = {}
+        """Tasks done and epoch of each run's latest event."""
 
     # ── going on ─────────────────────────────────────────────────────────────────────────────
 
     def resume(self, runs: Sequence[StreamRun]) -> list[FitState] | None:
-        """Put the runs where the last commit left them."""
+        """Put the runs where the last commit left them, unless some of them were begun anew in other company since."""
         if not self.pack.exists():
+            self._begin()
             return None
         self.generation = int(read_json(self.pack)["generation"])
+        files = [folder / "state" / f"{self.generation}.safetensors" for folder in self.folders]
+        states = [read_tensors(file) for file in files if file.exists()]
+        if [facts.get("pack") for _, facts in states] != [self.pack.name] * len(files):
+            warnings.warn(
+                f"some runs of {self.pack} were begun again in other company since: it begins anew.",
+                stacklevel=2,
+            )
+            self._begin()
+            return None
         fits: list[FitState] = []
-        for run, folder, method in zip(runs, self.folders, self.methods, strict=True):
-            tensors, facts = read_tensors(folder / "state" / f"{self.generation}.safetensors")
+        for run, folder, method, (tensors, facts) in zip(
+            runs, self.folders, self.methods, states, strict=True
+        ):
+            self._noted[folder] = (facts["done"], (facts["fit"] or {}).get("epoch", 0))
             _truncate(folder / "events.jsonl", facts["events"])
             run.done, run.seconds, run.parts = facts["done"], facts["seconds"], facts["parts"]
             run.matrix, run.sampled = _from_json(facts["matrix"]), _from_json(facts["sampled"])
@@ -129,11 +145,21 @@ class RunJournal(Journal):
                 fits.append((part(tensors, "fit"), facts["fit"]))
         return fits or None
 
+    def _begin(self) -> None:
+        """Take the folders: whatever another pack had begun in them is void."""
+        for folder in self.folders:
+            if (folder / "events.jsonl").exists():
+                _truncate(folder / "events.jsonl", 0)
+            shutil.rmtree(folder / "state", ignore_errors=True)
+
     # ── committing ───────────────────────────────────────────────────────────────────────────
 
     def epoch(self, runs: Sequence[StreamRun], fits: list[FitState]) -> None:
         """Commit all lanes in the middle of a task."""
         for run, folder, (_, facts) in zip(runs, self.folders, fits, strict=True):
+            if self._noted.get(folder) == (run.done, facts["epoch"]):
+                continue  # another lane ended an epoch, this one did not
+            self._noted[folder] = (run.done, facts["epoch"])
             seen = {
                 "task": run.tasks[run.done],
                 "epoch": facts["epoch"],
@@ -163,6 +189,7 @@ class RunJournal(Journal):
             if fits is not None:
                 tensors |= {f"fit.{key}": tensor for key, tensor in fits[i][0].items()}
             recorded = {
+                "pack": self.pack.name,
                 "done": run.done,
                 "seconds": run.seconds,
                 "parts": run.parts,

@@ -214,13 +214,15 @@ def _run_pack(
     if started:
         started(backbone, tasks)
     began = datetime.now(UTC)
+    is_mixed = len({replace(own, stream="").short_hash() for own, _ in wanted}) > 1
+    courses = []
+    for own, seed in wanted:
+        method, settings = made[own.short_hash()]
+        label = f"{own.method} {own.short_hash()}" if is_mixed else ""
+        courses.append(Course(method, streams[own.stream], seed, settings[1], label))
     runs = run_streams(
         backbone,
-        [
-            Course(method, streams[own.stream], seed, settings[1])
-            for own, seed in wanted
-            for method, settings in (made[own.short_hash()],)
-        ],
+        courses,
         protocol=config.protocol,
         test_limit=config.test_limit,
         evaluate_with=config.evaluate_with,

@@ -150,11 +150,14 @@ class Quiz:
         try:
             with backbone.training_layers():
                 return backbone.hidden(batch.reading, bank)
+        except torch.OutOfMemoryError:
+            raise  # without compiling it would need more
         except Exception as error:
             said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            warnings.warn(f"{backbone.name!r} is scored without compiling ({said}).", stacklevel=2)
-            backbone.may_score_compiled = False
-            return backbone.hidden(batch.reading, bank)
+        # out here, so that nothing of the failed pass stays in memory
+        warnings.warn(f"{backbone.name!r} is scored without compiling ({said}).", stacklevel=2)
+        backbone.may_score_compiled = False
+        return backbone.hidden(batch.reading, bank)
 
     def _words(self, batch: _QuizBatch, hidden: Tensor) -> Tensor:
         """Log-probabilities of label words [n, labels] from read-outs [p, t, h]."""

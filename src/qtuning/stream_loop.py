@@ -1,12 +1,13 @@
 """The loop: for each task of a stream, learn it, score what was learnt so far, keep the row.
 
-Several runs (seeds, or orders of as many tasks) go through it together, as lanes of one pack; one run is a pack of one.
+Several runs (seeds, orders of as many tasks, other methods and settings) go through it together, as lanes of one pack;
+one run is a pack of one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -38,6 +39,8 @@ from qtuning.tasks import Rows, Split, Task, Text
 INNER_CELL_ROWS = 64
 """Test rows per task for cells that neither the diagonal nor the last row needs."""
 EVALUATE_WITH = ("snapshot", "current")
+CELLS_AT_ONCE = 256
+"""Tasks of runs that are asked in one go: enough to fill a card, and no more memory for more runs or tasks."""
 REMEMBERED = 128
 """Lists of texts whose features are remembered."""
 NO_ROWS = Rows((), ())
@@ -53,6 +56,8 @@ class Course:
     """Of splits, initialisation and data order."""
     train: TrainSettings
     """For the splits and the engine; the method has its own copy."""
+    label: str = ""
+    """Tells it from others of its pack, where task and seed do not."""
 
 
 @dataclass
@@ -80,6 +85,10 @@ class StreamRun:
     """Tasks learnt and scored."""
 
 
+Cell = tuple[StreamRun, int, Task, Rows]
+"""A run, a column of its matrix, the task and the rows that are asked."""
+
+
 class Journal:
     """What keeps a pack's progress; this one keeps nothing. See `records.RunJournal`."""
 
@@ -88,7 +97,7 @@ class Journal:
         return None
 
     def epoch(self, runs: Sequence[StreamRun], fits: list[FitState]) -> None:
-        """All lanes ended an epoch."""
+        """Some or all lanes ended an epoch."""
 
     def task(self, runs: Sequence[StreamRun]) -> None:
         """All runs learnt and scored a task, each its own."""
@@ -193,6 +202,8 @@ def _learn(
         method.lane(run.state, task, run.splits[task.name])
         for method, run, task in zip(methods, runs, tasks, strict=True)
     ]
+    for lane, course in zip(lanes, courses, strict=True):
+        lane.name += f", {course.label}" if course.label else ""
     facts = fit_lanes(
         backbone,
         lanes,
@@ -265,7 +276,7 @@ def _measure_inner(
     inner_rows: int | None,
 ) -> None:
     """Row i of the matrices left of their diagonal, on a few rows of each task; in one go where that is possible."""
-    together: list[tuple[StreamRun, int, Task, Rows]] = []
+    together: list[Cell] = []
     for run, tasks in zip(runs, orders, strict=True):
         if hasattr(run.state, "adapted"):
             continue
@@ -276,10 +287,12 @@ def _measure_inner(
                 continue
             found = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
             run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
-    asked = [(run.state.snapshots[task.name], rows.texts) for run, _, task, rows in together]
-    found_each = predict_together(backbone, asked)
-    for (run, j, task, rows), found in zip(together, found_each, strict=True):
-        run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
+    for some in batched(together, CELLS_AT_ONCE):
+        asked = [(run.state.snapshots[task.name], rows.texts) for run, _, task, rows in some]
+        for (run, j, task, rows), found in zip(
+            some, predict_together(backbone, asked), strict=True
+        ):
+            run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
 
 
 def _task_free(
@@ -302,22 +315,22 @@ def _measure_untaught(
     """Scores of each run's tasks not yet learnt, with what earlier ones left; an encoder has no head for them yet."""
     if backbone.needs_head:
         return
-    together: list[tuple[StreamRun, int, Task, Rows]] = []
+    together: list[Cell] = []
     for run, ahead in zip(runs, tasks, strict=True):
         if hasattr(run.state, "current_layout"):
             together += [
                 (run, j, task, _sampled(run, task, inner_rows))
                 for j, task in enumerate(ahead, start=i)
             ]
-    layouts = {id(run): run.state.current_layout() for run, *_ in together}
-    asked = [
-        (Snapshot(TaskCard.of(task), layouts[id(run)]), rows.texts)
-        for run, _, task, rows in together
-    ]
-    for (run, j, task, rows), found in zip(
-        together, predict_together(backbone, asked), strict=True
-    ):
-        run.matrix[i, j] = _score(task, rows, found)
+    for some in batched(together, CELLS_AT_ONCE):
+        asked = [
+            (Snapshot(TaskCard.of(task), run.state.current_layout()), rows.texts)
+            for run, _, task, rows in some
+        ]
+        for (run, j, task, rows), found in zip(
+            some, predict_together(backbone, asked), strict=True
+        ):
+            run.matrix[i, j] = _score(task, rows, found)
 
 
 def _log_probs(
@@ -339,6 +352,12 @@ def _log_probs(
 def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:
     guess = log_probs.argmax(dim=-1).tolist()
     return score_predictions(task.metric, rows.labels, guess, rows.groups)
+
+
+def batched(cells: Sequence[Cell], size: int) -> Iterator[Sequence[Cell]]:
+    """So many at a time."""
+    for first in range(0, len(cells), size):
+        yield cells[first : first + size]
 
 
 def _sampled(run: StreamRun, task: Task, size: int | None) -> Rows:

@@ -138,7 +138,7 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
         for name, values in (raw.get("vary") or {}).items()
     }
     together = raw.get("together", False)
-    if together not in (True, False, "streams"):
+    if not isinstance(together, bool) and together != "streams":
         raise ConfigError(f"{source}: together must be true, false or streams, got {together!r}.")
     fixed = {key: raw[key] for key in FIXED if key in raw}
     settings = dict(raw.get("settings") or {})
@@ -267,7 +267,21 @@ def _joined(packs: Iterable[tuple[Pack, bool | str]]) -> list[Pack]:
 
 
 def run_pack(pack: Pack, place: Place) -> Outcome:
-    """Finish a pack, or say why it cannot be finished; a finished one answers at once."""
+    """Finish a pack, or say why it cannot be finished; a finished one answers at once.
+
+    If a pack with company fails, its members are tried one by one: what is wrong with one must not stop the others.
+    """
+    outcome = _try_pack(pack, place)
+    if not outcome.error or not pack.company:
+        return outcome
+    each = [_try_pack(member, place) for member in pack.members]
+    failed = [f"{own.pack.name}: {own.error}" for own in each if own.error]
+    scores = () if failed else tuple(score for own in each for score in own.scores)
+    seconds = outcome.seconds + sum(own.seconds for own in each)
+    return Outcome(pack, scores, "; ".join(failed), seconds)
+
+
+def _try_pack(pack: Pack, place: Place) -> Outcome:
     import torch
 
     began, threads = time.perf_counter(), torch.get_num_threads()

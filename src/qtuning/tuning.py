@@ -53,6 +53,10 @@ def candidates(method: str, family: str, base: Mapping[str, Any]) -> list[dict[s
                 value = start[name] * factor
                 is_whole = isinstance(start[name], int)
                 own[name] = max(1, round(value)) if is_whole else float(f"{value:.3g}")
+                if (
+                    name == "epochs" and start["most_steps"]
+                ):  # or more epochs would be the same steps
+                    own["most_steps"] = round(start["most_steps"] * factor)
         found.append(own)
     return found
 

@@ -7,8 +7,7 @@ does not grow with the stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -48,22 +47,11 @@ def find_source(
         return None
     latest = [snapshots[name] for name in list(snapshots)[-CANDIDATES:]]
     known = [each for each in latest if "imported_from" not in each.facts]
-    if settings.warm_start == "mean":
-        return _mean(known)
     train = split.train.at(range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS)))
     if settings.warm_start == "key":
         features = read_features(backbone, train.texts)
         return max(known, key=lambda each: similarity(features, each), default=None)
     return min(known, key=lambda each: loss_under(backbone, each, train, answers), default=None)
-
-
-def _mean(snapshots: Sequence[Snapshot]) -> Snapshot | None:
-    """The mean of the prompts with as many rows as the latest: where all of them are not far away."""
-    alike = [each for each in snapshots if each.rows.shape == snapshots[-1].rows.shape]
-    if not alike:
-        return None
-    rows = torch.stack([each.rows for each in alike]).mean(dim=0)
-    return Snapshot(replace(alike[-1].card, name="mean"), rows)
 
 
 def similarity(features: Tensor, snapshot: Snapshot) -> float:

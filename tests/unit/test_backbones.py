@@ -405,3 +405,26 @@ def test_a_full_text_beside_long_labels_of_another_task_fits_the_positions() -> 
     together = score(backbone, queries)
     for query, found in zip(queries, together, strict=True):
         torch.testing.assert_close(score(backbone, [query])[0], found, rtol=0, atol=1e-5)
+
+
+def test_scoring_goes_on_where_compiled_layers_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = make_backbone("gpt2")
+    answers = backbone.answers(["no", "yes"])
+    queries = [Query(Answerer(bank_of(backbone, 2), answers), backbone.tokenize(["good"], 2)[0])]
+    expected = score(backbone, queries)[0]
+    backbone.is_compiled, tried = True, []
+
+    def fails() -> None:
+        tried.append(1)
+        raise RuntimeError("no compiler found\nand a long trace")
+
+    monkeypatch.setattr(backbone, "training_layers", fails)
+    for mode in ("auto", "on"):  # where it may be decided in the middle of a run
+        backbone.compile = mode
+        assert torch.equal(score(backbone, queries)[0], expected)
+    assert not tried
+    backbone.compile = "dynamic"
+    with pytest.warns(UserWarning, match=r"without compiling \(RuntimeError: no compiler found\)"):
+        assert torch.equal(score(backbone, queries)[0], expected)
+    assert torch.equal(score(backbone, queries)[0], expected)
+    assert tried == [1]

@@ -152,6 +152,18 @@ def test_packs_go_at_once_when_nobody_needs_them(bert, monkeypatch) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize(("seconds", "expected"), [(-1.0, "every"), (1e9, "common")])
+def test_lanes_that_end_at_different_times_are_kept_every_few_seconds(
+    bert, monkeypatch, seconds: float, expected: str
+) -> None:
+    monkeypatch.setattr("qtuning.lanes.CHECKPOINT_SECONDS", seconds)
+    settings = make_settings(**{**SMALL, "epochs": 2, "batch_size": 4})[1]
+    ends, kept = [], []
+    lanes = make_lanes(bert)[:2]  # two and three batches an epoch
+    fit_lanes(bert, lanes, settings, ends.append, checkpoint=lambda states: kept.append(len(ends)))
+    assert kept == ([1, 2, 3, 4] if expected == "every" else [4])
+
+
 def cut_of(backbone, lanes) -> tuple:
     """The passes of a step of the first four examples of every lane."""
     pack = Pack(backbone, lanes, make_settings(**{**SMALL, "batch_size": 4})[1])

@@ -53,7 +53,7 @@ def test_many_rows_are_cut_at_few_places() -> None:
 def test_nearly_all_steps_have_the_lengths_that_were_foreseen() -> None:
     draw = np.random.default_rng(1)
     lanes = [draw.integers(10, 20 * k, 100) for k in range(2, 10)]
-    foreseen = foresee(lanes, 8)
+    foreseen = foresee([(own, 8) for own in lanes], 8)
     assert foreseen[0] == max(own.max() for own in lanes)
     found = cut(foreseen, CPU)
     steps = [
@@ -64,7 +64,8 @@ def test_nearly_all_steps_have_the_lengths_that_were_foreseen() -> None:
 
 
 def test_a_small_set_fills_its_batch() -> None:
-    assert foresee([np.array([3, 4])], 8).tolist() == [4] * 7 + [foresee([np.array([3, 4])], 8)[-1]]
+    assert foresee([(np.array([3, 4]), 8)], 8).tolist() == [4, 3, 3, 3, 3, 3, 3, 3]
+    assert foresee([(np.array([3, 4, 5]), 1)], 3).tolist() == [5, 3, 3]
 
 
 def test_rows_that_are_too_long_do_not_fit() -> None:

@@ -190,16 +190,6 @@ def test_the_newest_first_order_takes_the_right_rows(llama) -> None:
     assert torch.equal(lane.trained["prompt"], state.snapshots[lane.source.card.name].rows[:2])
 
 
-def test_the_mean_of_earlier_prompts_can_be_the_start(llama) -> None:
-    method = method_for(llama, "per-task-prompt", warm_start="mean")
-    state, lanes = learnt(method, 3)
-    assert lanes[0].source is None
-    task = make_task("next", rows=8, seed=9)
-    lane = method.lane(state, task, task.split(4, 0))
-    expected = sum(state.snapshots[f"task{i}"].rows for i in range(3)) / 3
-    assert (lane.trained["prompt"] - expected).abs().max() < 1e-6
-
-
 def test_plus_is_q_tuning_with_the_switches_on(family_backbone) -> None:
     same = method_for(family_backbone, fill_queue=True, thaw=True)
     plus = method_for(family_backbone, "q-tuning-plus")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
+from qtuning import stream_loop
 from qtuning.errors import ConfigError
 from qtuning.records import read_tensors
 from qtuning.runs import RunConfig, run, run_together
@@ -102,6 +103,83 @@ def test_methods_and_settings_share_a_pack_and_end_as_alone(configs: dict[str, R
     assert len(learnt) > len(MIXED)
 
 
+def test_lanes_of_a_mixed_pack_can_be_told_apart(configs: dict[str, RunConfig]) -> None:
+    names: set[str] = set()
+    run_together(
+        mixed(configs)[:2], [0], Path("named"), device="cpu", report=lambda now: names.add(now.lane)
+    )
+    first, second = (config.resolved().short_hash() for config in mixed(configs)[:2])
+    assert f"spam, seed 0, q-tuning {first}" in names
+    assert f"spam, seed 0, q-tuning {second}" in names
+    names.clear()
+    together(configs, "seeds", report=lambda now: names.add(now.lane))
+    assert "spam, seed 0" in names
+
+
+def test_texts_that_runs_share_are_read_once(
+    configs: dict[str, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    real = stream_loop.learn_key
+    monkeypatch.setattr(stream_loop, "learn_key", lambda *a: counted.append(1) or real(*a))
+    run_together([configs["a"], mixed(configs)[3]], [0], Path("shared"), device="cpu")
+    assert len(counted) == 3  # two runs, three tasks
+
+
+def test_a_mixed_pack_goes_on_with_the_same_bytes(configs: dict[str, RunConfig]) -> None:
+    run_together(mixed(configs), [0], Path("whole"), device="cpu")
+    epochs: list[int] = []
+
+    def stop(now: Any) -> None:
+        epochs.append(now.epoch)
+        if len(epochs) == 17:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_together(mixed(configs), [0], Path("stopped"), device="cpu", report=stop)
+    assert list(Path("stopped").rglob("state/*.safetensors"))
+    run_together(mixed(configs), [0], Path("stopped"), device="cpu")
+    whole, stopped = (
+        {
+            file.relative_to(root): file.read_bytes()
+            for file in Path(root).rglob("tasks/*.safetensors")
+        }
+        for root in ("whole", "stopped")
+    )
+    assert whole == stopped
+    for file in Path("stopped").rglob("events.jsonl"):
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        seen = [(e["task"], e["epoch"]) for e in events if e["event"] == "epoch"]
+        assert len(seen) == len(set(seen))
+
+
+def test_a_run_that_began_again_in_other_company_is_not_taken_for_the_first(
+    configs: dict[str, RunConfig],
+) -> None:
+    """Both packs stand at the same number of commits, in different tasks."""
+    one = replace(configs["a"], settings={**TINY, "epochs": 1, "queue_size": 4})
+    other = replace(one, settings={**one.settings, "epochs": 3})
+
+    def stop_after(tasks: int) -> Any:
+        def stop(task: Any, runs: Any) -> None:
+            if runs[0].done == tasks:
+                raise KeyboardInterrupt
+
+        return stop
+
+    for company, tasks in (([other, one], 1), ([one], 2)):
+        with pytest.raises(KeyboardInterrupt):
+            run_together(company, [0], Path("q"), device="cpu", after_task=stop_after(tasks))
+    with pytest.warns(UserWarning, match="begun again in other company"):
+        found = run_together([other, one], [0], Path("q"), device="cpu")
+    clean = run_together([other, one], [0], Path("clean"), device="cpu")
+    for result, expected in zip(found, clean, strict=True):
+        rows = [[task["prompt_rows"] for task in r["tasks"].values()] for r in (result, expected)]
+        assert rows == [[4, 6, 8], [4, 6, 8]]
+        assert len(result["costs"]) == 3
+        assert result["matrix"] == expected["matrix"]
+
+
 def test_a_pack_that_was_stopped_goes_on_with_the_same_bytes(configs: dict[str, RunConfig]) -> None:
     together(configs, "whole")
     learnt: list[str] = []
@@ -176,6 +254,23 @@ def test_a_sweep_joins_streams_of_equal_length(configs: dict[str, RunConfig]) ->
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="together must be true, false or streams"):
         read_sweep({**raw, "together": "yes"}, "x.yaml")
+
+
+def test_what_is_wrong_with_one_does_not_stop_the_others(configs: dict[str, RunConfig]) -> None:
+    raw = {
+        "streams": ["c.yaml"],
+        "models": ["model"],
+        "settings": TINY,
+        "vary": {"warm_start": ["none", "loss"]},
+        "test_limit": 4,
+        "together": True,
+    }
+    (pack,) = expand(read_sweep(raw, "x.yaml"))
+    (found,) = run_here([pack], Place(Path("here"), device="cpu"))
+    assert found.error.startswith("q-tuning · c · model · warm_start loss: ")
+    assert "use warm_start 'key'" in found.error
+    (record,) = Path("here").rglob("result.json")
+    assert json.loads(record.read_text())["settings"]["warm_start"] == "none"
 
 
 def test_apart_is_the_default() -> None:

@@ -33,6 +33,8 @@ def test_the_grid_starts_from_the_familys_defaults() -> None:
     ]
     assert candidates("q-tuning", "encoder", {"epochs": 1})[0]["epochs"] == 1
     assert candidates("linear-probe", "encoder", {}) == [{}]
+    limited = candidates("q-tuning", "causal", {"epochs": 3, "most_steps": 160})
+    assert [(each["epochs"], each["most_steps"]) for each in limited[:2]] == [(3, 160), (6, 320)]
 
 
 def test_the_best_mean_wins_and_is_written_as_a_preset(
