@@ -135,14 +135,13 @@ def run_streams(
     runs = [_begin(course, protocol, test_limit) for course in courses]
     orders = [course.tasks for course in courses]
     fits = journal.resume(runs)
-    texts = _TextsRead(backbone)
     if runs[0].done == 0 and fits is None:
         _measure_untaught(runs, 0, backbone, orders, inner_rows)
     for i in range(runs[0].done + 1, len(orders[0]) + 1):
         began = time.perf_counter()
         now = [tasks[i - 1] for tasks in orders]
         _learn(backbone, courses, runs, now, report, journal, fits)
-        fits = None
+        fits, texts = None, _TextsRead(backbone)
         for run, task in zip(runs, now, strict=True):
             run.state = with_key(run.state, task.name, texts.key(run.splits[task.name]))
         seconds = (time.perf_counter() - began) / len(runs)  # before anything is scored
@@ -150,6 +149,7 @@ def run_streams(
             run.seconds[task.name] = seconds
             _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows, texts)
             run.done = i
+        del texts  # it must not grow with the stream
         if i < len(orders[0]):
             _measure_inner(runs, i, backbone, orders, evaluate_with, inner_rows)
             _measure_untaught(runs, i, backbone, [t[i : i + 1] for t in orders], inner_rows)
@@ -218,7 +218,7 @@ def _learn(
 
 
 class _TextsRead:
-    """What the frozen model makes of texts. Runs of one pack share most of theirs, so the latest are remembered."""
+    """What the frozen model makes of texts: runs of one pack share most of theirs, so they are read once per task."""
 
     def __init__(self, backbone: Backbone):
         self.features = lru_cache(REMEMBERED)(lambda texts: read_features(backbone, texts))

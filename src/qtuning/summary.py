@@ -127,7 +127,7 @@ def _conditions(records: Sequence[Record]) -> dict[str, Any]:
     for key in ("preset", "protocol", "test_limit", "max_length", "dtype"):
         found[key] = _unique(circumstances(record).get(key) for record in records)
     for key in ("shots", "epochs", "most_steps", "average", "validation_limit"):
-        found[key] = _unique(record["settings"].get(key) for record in records)
+        found[key] = _unique(record["settings"].get(key, 0) for record in records)
     names = sorted({name for record in records for name in record["versions"]})
     found["versions"] = {name: _unique(r["versions"].get(name) for r in records) for name in names}
     return found

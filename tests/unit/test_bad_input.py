@@ -309,10 +309,10 @@ OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown": ("queu_size=3", ("'queu_size'", "Did you mean 'queue_size'?")),
-    "keyword-that-is-no-setting": ("device=cpu", ("'device'", "Known: batch_size")),
-    "seed-as-a-setting": ("seed=5", ("'seed'", "Known: batch_size")),
+    "keyword-that-is-no-setting": ("device=cpu", ("'device'", "Known: average")),
+    "seed-as-a-setting": ("seed=5", ("'seed'", "Known: average")),
     "no-value": ("queue_size", ("'queue_size'", "name=value")),
-    "no-name": ("=3", ("''", "Known: batch_size")),
+    "no-name": ("=3", ("''", "Known: average")),
     "word-for-a-number": ("prompt_length=ten", ("prompt_length", "'ten'", "must be int")),
     "fraction-for-a-whole-number": ("epochs=1.5", ("epochs", "'1.5'", "must be int")),
     "word-for-a-switch": ("mlp=yes", ("mlp", "'yes'", "true or false")),

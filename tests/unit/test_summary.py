@@ -209,7 +209,7 @@ def test_conditions_name_every_value_that_occurs() -> None:
     found = summarise(results)["conditions"]["minilm"]["q-tuning, shots 20"]["long_sequence"]
     assert found == {
         "preset": ["minilm"], "protocol": ["given"], "test_limit": [250], "max_length": [None],
-        "dtype": ["fp32"], "shots": [20], "epochs": [15], "validation_limit": [500],
+        "dtype": ["fp32"], "shots": [20], "epochs": [15], "most_steps": [0], "average": [0], "validation_limit": [500],
         "versions": {"torch": ["2.11", "2.13"], "device": ["cpu"]},
     }  # fmt: skip
 
