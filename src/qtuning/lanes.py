@@ -204,6 +204,8 @@ class _Engine:
         if backbone.compile != "off":
             backbone.is_captured = backbone.device.type == "cuda"
             backbone.is_compiled = backbone.is_compiled or backbone.compile in ("on", "dynamic")
+            is_stream = backbone.compile == "auto" and tasks_ahead > 1
+            backbone.for_all_lengths |= backbone.compile == "dynamic" or is_stream
         self._pack([])
 
     def _pack(self, kept: Sequence[Fit]) -> None:

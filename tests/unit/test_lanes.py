@@ -426,6 +426,19 @@ def test_an_error_that_has_nothing_to_do_with_compiling_is_not_hidden(bert, monk
         fit_lanes(bert, [one_lane(bert)], make_settings(**SMALL)[1])
 
 
+@pytest.mark.parametrize(
+    ("mode", "tasks", "expected"),
+    [("auto", 1, False), ("auto", 5, True), ("on", 5, False), ("dynamic", 1, True)],
+)
+def test_streams_compile_once_for_all_lengths(bert, mode: str, tasks: int, expected: bool) -> None:
+    bert.compile = mode
+    settings = make_settings(**SMALL)[1]
+    _Engine(bert, [one_lane(bert)], settings, None, tasks_ahead=tasks)
+    assert bert.for_all_lengths == expected
+    _Engine(bert, [one_lane(bert)], settings, None, tasks_ahead=1)  # the last task of the stream
+    assert bert.for_all_lengths == expected
+
+
 def test_compiling_is_for_long_work_on_a_card(bert) -> None:
     assert compiling_pays(steps_ahead=10_000, step_seconds=0.1)
     assert not compiling_pays(steps_ahead=100, step_seconds=0.1)
@@ -442,7 +455,7 @@ def test_compiled_equals_eager(kind: str, mode: str) -> None:
     backbone = make_backbone(kind, dtype=torch.float64)
     eager, compiled = make_lanes(backbone), make_lanes(backbone)
     train_steps(backbone, eager, 5)
-    backbone.is_compiled, backbone.compile = True, mode
+    backbone.is_compiled, backbone.for_all_lengths = True, mode == "dynamic"
     train_steps(backbone, compiled, 5)
     for a, b in zip(eager, compiled, strict=True):
         for x, y in zip(leaves(a), leaves(b), strict=True):

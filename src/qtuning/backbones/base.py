@@ -174,6 +174,8 @@ class Backbone:
     """Whether training steps are captured as CUDA graphs: at once on a card, unless `off`."""
     is_compiled: bool = field(default=False, init=False)
     """Whether layers are compiled: at once with `on`, when there is enough work ahead with `auto`."""
+    for_all_lengths: bool = field(default=False, init=False)
+    """Whether layers are compiled once for all lengths, as streams of many tasks want it, or for each shape."""
     may_score_compiled: bool = field(default=True, init=False)
     """False after compiled layers failed at it."""
     at_once: int | None = field(default=None, init=False)
@@ -267,7 +269,7 @@ class Backbone:
         """Inside, the model runs as training wants it: compiled where that was decided."""
         if not self.is_compiled:
             return nullcontext()
-        return compiled(repeated_layers(self.model), dynamic=self.compile == "dynamic")
+        return compiled(repeated_layers(self.model), dynamic=self.for_all_lengths)
 
     def aligned(self, width: int) -> int:
         """Positions of a sequence as the device's fast kernels want them: eights on a card."""
