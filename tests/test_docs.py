@@ -256,6 +256,10 @@ def test_the_findings_on_eleven_tasks_are_those_of_the_scores() -> None:
     for method in ("q-tuning", "prog-prompt", "per-task-prompt", "per-task-prompt-long"):
         assert f"{mean(seeds[method]):.1f}" in readme.split("\n[Conditions")[0]
         assert f"{mean(seeds[method]):.1f}" in claims
+    frozen = json.loads((ROOT / "results" / "frozen-rows-smollm2.json").read_text())
+    none, some, many = (mean(own) for own in frozen["scores_by_frozen_rows"].values())
+    said = f"{100 * none:.1f} without them, {100 * some:.1f} after 40 of\nthem, {100 * many:.1f} after 90"
+    assert said in page
     places = page.split("<!-- places -->")[1].split("<!-- /places -->")[0].strip().splitlines()[2:]
     for line in places:
         one, other = re.findall(r"`([\w-]+)`", line)
