@@ -37,9 +37,8 @@ def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
         return
     step()
     replay: Callable[[], None] = step
-    with contextlib.suppress(
-        RuntimeError
-    ):  # not every model can be captured; recording changed nothing
+    # not every model can be captured; recording changed nothing
+    with contextlib.suppress(RuntimeError):
         replay = _record(step, device).replay
     for _ in range(times - 1):
         replay()

@@ -229,7 +229,7 @@ def _run_pack(
         inner_rows=config.inner_rows,
         report=report,
         after_task=after_task,
-        journal=RunJournal([made[own.short_hash()][0] for own, _ in wanted], folders, pack),
+        journal=RunJournal([course.method for course in courses], folders, pack),
     )
     for stream_run, folder, (own, _) in zip(runs, folders, wanted, strict=True):
         stored = {

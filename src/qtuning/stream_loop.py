@@ -287,7 +287,7 @@ def _measure_inner(
                 continue
             found = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
             run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
-    for some in batched(together, CELLS_AT_ONCE):
+    for some in _batched(together, CELLS_AT_ONCE):
         asked = [(run.state.snapshots[task.name], rows.texts) for run, _, task, rows in some]
         for (run, j, task, rows), found in zip(
             some, predict_together(backbone, asked), strict=True
@@ -322,7 +322,7 @@ def _measure_untaught(
                 (run, j, task, _sampled(run, task, inner_rows))
                 for j, task in enumerate(ahead, start=i)
             ]
-    for some in batched(together, CELLS_AT_ONCE):
+    for some in _batched(together, CELLS_AT_ONCE):
         asked = [
             (Snapshot(TaskCard.of(task), run.state.current_layout()), rows.texts)
             for run, _, task, rows in some
@@ -354,7 +354,7 @@ def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:
     return score_predictions(task.metric, rows.labels, guess, rows.groups)
 
 
-def batched(cells: Sequence[Cell], size: int) -> Iterator[Sequence[Cell]]:
+def _batched(cells: Sequence[Cell], size: int) -> Iterator[Sequence[Cell]]:
     """So many at a time."""
     for first in range(0, len(cells), size):
         yield cells[first : first + size]
