@@ -14,7 +14,7 @@ from qtuning.eviction import EVICTIONS
 
 RETENTIONS = ("kl", "jsd", "none")
 SHARED_SCHEDULES = ("all", "algorithm1")
-WARM_STARTS = ("none", "loss", "key")
+WARM_STARTS = ("none", "loss", "answers", "key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,10 @@ class MethodSettings:
     """Begin with a queue full of vocabulary rows, so that the first tasks have as many rows as the last."""
     thaw: bool = False
     """Train a copy of the queue's rows for the task, which its snapshot keeps; the queue stays as it is."""
+    keep_prompts: bool = True
+    """Put finished prompts into the queue; off, it stays as it began: rows that no task was learnt into."""
     warm_start: str = "none"
-    """Where the new prompt starts: none (vocabulary), or the earlier task with the lowest loss or the nearest key."""
+    """Where the new prompt starts: none (vocabulary), or an earlier task: lowest loss, best answers or nearest key."""
     mlp: bool = False
     """Train prompts through a residual MLP, baked at the end of the task."""
     mlp_hidden: int = 512

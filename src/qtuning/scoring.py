@@ -107,13 +107,18 @@ class Quiz:
             len(row.slots) + len(row.tokens.ids) + answers[i].longest * len(row.paths)
             for row, i in zip(rows, asked, strict=True)
         ]
-        # where the answer follows the text, every path has a copy of it
-        weight = [len(row.paths) if backbone.answer_follows_text else 1 for row in rows]
+        copies = [1 if backbone.takes_branches else len(row.paths) for row in rows]
+        # rows with one path are read by faster kernels, but the few texts of a request had better stay together
+        apart = backbone.answer_follows_text and not prefixes
+        kinds = [apart and len(row.paths) > 1 for row in rows]
         if prefixes:
             rows = [Row(row.tokens, (), row.paths) for row in rows]
         self.batches = [
             _QuizBatch.build(backbone, places, rows, asked, answers)
-            for places in batches_by_length(lengths, backbone, weight)
+            for kind in sorted(set(kinds))
+            for places in batches_by_length(
+                lengths, backbone, copies, [i for i, own in enumerate(kinds) if own is kind]
+            )
         ]
         self.size = len(rows)
 
@@ -278,11 +283,15 @@ def stack_heads(heads: Sequence[Head]) -> Head:
 
 
 def batches_by_length(
-    lengths: Sequence[int], backbone: Backbone, weights: Sequence[int] | None = None
+    lengths: Sequence[int],
+    backbone: Backbone,
+    copies: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Indices in batches of like length, longest first, each at most the device's number of padded positions.
 
-    `weights` counts a row several times, for label words that are read on several paths.
+    `copies` says how often a row is read, where label words on several paths each need the text again; `places`
+    takes some of the rows alone.
     """
     budget = CPU_TOKENS
     if backbone.device.type == "cuda":
@@ -291,8 +300,9 @@ def batches_by_length(
         budget = min(CARD_TOKENS, whole // 4 // (CARD_BYTES_PER_NUMBER * backbone.hidden_dim))
     batches: list[list[int]] = []
     full = 0
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        weight = weights[i] if weights else 1
+    chosen = range(len(lengths)) if places is None else places
+    for i in sorted(chosen, key=lambda i: (-lengths[i], i)):
+        weight = copies[i] if copies else 1
         if not batches or (full + weight) * lengths[batches[-1][0]] > budget:
             batches.append([])
             full = 0

@@ -1,13 +1,15 @@
 """Where a new prompt starts: from the earlier task that helps most, instead of from the vocabulary.
 
 A departure from the paper (`warm_start`). `loss` asks which finished prompt, as it stands, explains the new task's
-training examples best; `key` which task's texts lie nearest. Both ask the latest few tasks, so that the cost of a task
-does not grow with the stream.
+training examples best; `answers` which chooses best among the new task's labels, and takes it only if that is better
+than guessing; `key` which task's texts lie nearest. All ask the latest few tasks, so that the cost of a task does not
+grow with the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from qtuning.backbones import AnswerSet, Backbone
 from qtuning.config import MethodSettings
 from qtuning.errors import ConfigError
 from qtuning.keys import directions, read_features
+from qtuning.scoring import Answerer, Query, score
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Rows, Split
 from qtuning.weights import Examples
@@ -28,10 +31,10 @@ JUDGED_ROWS = 64
 
 def check_warm_start(backbone: Backbone, settings: MethodSettings) -> None:
     """Refuse what could only fail at the second task."""
-    if settings.warm_start == "loss" and backbone.needs_head:
+    if settings.warm_start in ("loss", "answers") and backbone.needs_head:
         raise ConfigError(
-            f"warm_start 'loss' needs a model that writes its answers, and {backbone.name!r} has no head for a "
-            f"task before it is learnt; use warm_start 'key'."
+            f"warm_start {settings.warm_start!r} needs a model that writes its answers, and {backbone.name!r} has "
+            f"no head for a task before it is learnt; use warm_start 'key'."
         )
 
 
@@ -51,6 +54,10 @@ def find_source(
     if settings.warm_start == "key":
         features = read_features(backbone, train.texts)
         return max(known, key=lambda each: similarity(features, each), default=None)
+    if settings.warm_start == "answers":
+        losses = answer_losses(backbone, known, train, answers)
+        best = min(zip(losses, range(len(known)), strict=True), default=(math.inf, 0))
+        return known[best[1]] if best[0] < math.log(len(answers.sequences)) else None
     return min(known, key=lambda each: loss_under(backbone, each, train, answers), default=None)
 
 
@@ -69,3 +76,22 @@ def loss_under(backbone: Backbone, snapshot: Snapshot, train: Rows, answers: Ans
     tokens = backbone.tokenize(train.texts, len(prompt), answers.longest)
     examples = Examples(backbone, answers, None, tokens, train.labels, prompt)
     return float(examples.loss(range(len(examples))))
+
+
+def answer_losses(
+    backbone: Backbone, snapshots: Sequence[Snapshot], train: Rows, answers: AnswerSet
+) -> list[float]:
+    """Of each finished prompt, the mean loss of the right label among the labels; guessing has log(labels)."""
+    queries = []
+    for snapshot in snapshots:
+        answerer = Answerer(snapshot.rows.to(backbone.device), answers)
+        tokens = backbone.tokenize(train.texts, len(snapshot.rows), answers.longest)
+        queries += [Query(answerer, each) for each in tokens]
+    right = [
+        -float(found[label])
+        for found, label in zip(
+            score(backbone, queries), train.labels * len(snapshots), strict=True
+        )
+    ]
+    size = len(train)
+    return [sum(right[i : i + size]) / size for i in range(0, len(right), size)]

@@ -15,7 +15,7 @@ from qtuning.backbones.kernels import linear_relu
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.backbones.t5 import T5Layers
 from qtuning.errors import BackboneError, ConfigError
-from qtuning.scoring import Answerer, Query, exact_matches, score
+from qtuning.scoring import Answerer, Query, Quiz, exact_matches, score
 from tests.conftest import (
     CONFIGS,
     FAMILY_OF,
@@ -428,3 +428,20 @@ def test_scoring_goes_on_where_compiled_layers_fail(monkeypatch: pytest.MonkeyPa
         assert torch.equal(score(backbone, queries)[0], expected)
     assert torch.equal(score(backbone, queries)[0], expected)
     assert tried == [1]
+
+
+def test_rows_with_one_path_are_read_apart_from_those_with_several() -> None:
+    """They need no mask, so faster kernels read them; which texts are asked together changes no score."""
+    backbone = make_backbone("llama")
+    bank = bank_of(backbone, 2)
+    one, several = backbone.answers(["no", "yes"]), backbone.answers(["up left", "down right"])
+    assert (len(one.paths), len(several.paths)) == (1, 2)
+    tokens = backbone.tokenize(["good", "bad soup", "good soup"], 2, several.longest)
+    asked = [0, 1, 0]
+    quiz = Quiz(backbone, tokens, asked, [range(2), range(2)], [one, several])
+    assert [batch.place.tolist() for batch in quiz.batches] == [[2, 0], [1]]
+    together = quiz.log_probs(bank, None)
+    for i, token in enumerate(tokens):
+        answers = (one, several)[asked[i]]
+        alone = score(backbone, [Query(Answerer(bank, answers), token)])[0]
+        torch.testing.assert_close(together[i], alone, rtol=0, atol=1e-5)

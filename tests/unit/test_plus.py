@@ -14,7 +14,7 @@ from qtuning.errors import ConfigError
 from qtuning.keys import learn_key, read_features, with_key
 from qtuning.lanes import fit_lanes
 from qtuning.methods import make_method
-from qtuning.warm_start import CANDIDATES, find_source, loss_under
+from qtuning.warm_start import CANDIDATES, answer_losses, find_source, loss_under
 from tests.conftest import SMALL, make_backbone, make_task
 
 
@@ -59,6 +59,19 @@ def test_thawed_rows_are_the_tasks_own_and_the_queue_stays(bert) -> None:
     frozen, lane = learn(method_for(bert), before, make_task("next", rows=8, seed=9))
     assert "queue_rows" in lane.fixed
     assert len(frozen.snapshots["next"].rows) == len(after.snapshots["next"].rows)
+
+
+def test_a_queue_that_keeps_no_prompts_stays_as_it_began(bert) -> None:
+    method = method_for(bert, fill_queue=True, keep_prompts=False)
+    began = method.start(0).queue.rows
+    state, lanes = learnt(method, 3)
+    assert torch.equal(state.queue.rows, began)
+    assert [lane.evicting for lane in lanes] == [False] * 3  # there is always room
+    for lane in lanes:
+        assert torch.equal(lane.fixed["queue_rows"], began)
+    rows = [state.snapshots[f"task{i}"].rows for i in range(3)]
+    assert [len(each) for each in rows] == [8, 8, 8]
+    assert not torch.equal(rows[1][-2:], rows[2][-2:])  # each task has a prompt of its own
 
 
 def test_the_scale_of_old_rows_can_start_small(bert) -> None:
@@ -137,17 +150,50 @@ def test_a_warm_start_by_key_takes_the_task_with_the_nearest_texts(bert) -> None
     assert len(chosen) > 1  # it depends on the texts
 
 
-def test_without_earlier_tasks_a_prompt_starts_from_the_vocabulary(llama) -> None:
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_warm_start_by_answers_is_taken_only_if_it_beats_guessing(kind: str, monkeypatch) -> None:
+    backbone = make_backbone(kind)
+    method = method_for(backbone, warm_start="answers", epochs=4, prompt_lr=0.1)
+    state, lanes = learnt(method, 3)
+    known, answers = state.snapshots, lanes[0].answers
+    task = make_task("next", rows=8, seed=1)
+    split = task.split(4, 0)
+    by_hand = [reference_answer_loss(backbone, each, task, split) for each in known.values()]
+    assert answer_losses(backbone, list(known.values()), split.train, answers) == pytest.approx(
+        by_hand, abs=1e-4
+    )
+    for losses, source in ([0.8, 0.69, 0.9], "task1"), ([0.8, 0.70, 0.9], None):  # log 2 = 0.693
+        monkeypatch.setattr("qtuning.warm_start.answer_losses", lambda *_, found=losses: found)
+        found = find_source(backbone, method.settings, known, split, answers)
+        assert (found and found.card.name) == source
+
+
+def reference_answer_loss(backbone, snapshot, task, split) -> float:
+    """Mean of -log p(right label | one of the labels), from `reference_loss` of one text and label at a time."""
+    total, words = 0.0, [task.label_words[name] for name in task.label_names]
+    sizes = [len(sequence) for sequence in backbone.answers(words).sequences]
+    for i, right in enumerate(split.train.labels):
+        costs = []
+        for label, size in enumerate(sizes):
+            row = replace(split, train=replace(split.train.at([i]), labels=(label,)))
+            costs.append(-size * reference_loss(backbone, snapshot, task, row))
+        total -= float(F.log_softmax(torch.tensor(costs), dim=0)[right])
+    return total / len(split.train)
+
+
+@pytest.mark.parametrize("kind", ["loss", "answers"])
+def test_without_earlier_tasks_a_prompt_starts_from_the_vocabulary(llama, kind: str) -> None:
     task = make_task("first", rows=8)
-    warm, cold = method_for(llama, warm_start="loss"), method_for(llama)
+    warm, cold = method_for(llama, warm_start=kind), method_for(llama)
     lanes = [m.lane(m.start(0), task, task.split(4, 0)) for m in (warm, cold)]
     assert lanes[0].source is None
     assert torch.equal(lanes[0].trained["prompt"], lanes[1].trained["prompt"])
 
 
-def test_an_encoder_refuses_to_measure_losses_and_says_what_to_use(bert) -> None:
+@pytest.mark.parametrize("kind", ["loss", "answers"])
+def test_an_encoder_refuses_to_measure_losses_and_says_what_to_use(bert, kind: str) -> None:
     with pytest.raises(ConfigError, match="use warm_start 'key'"):
-        method_for(bert, warm_start="loss")
+        method_for(bert, warm_start=kind)
 
 
 def test_the_number_of_tasks_read_and_asked_does_not_grow(llama, monkeypatch) -> None:

@@ -97,6 +97,11 @@ class Reading:
         """Whether every row has one path."""
         return len(self.owner) == len(self.ids)
 
+    def branch(self) -> Tensor:
+        """[p] the number of each path among those of its row, which stand together."""
+        place = torch.arange(len(self.owner), device=self.owner.device)
+        return place - torch.searchsorted(self.owner, self.owner)
+
     def expanded(self) -> Reading:
         """The same with a row of its own for every path."""
         return replace(
@@ -203,6 +208,11 @@ class Backbone:
     def remembers_prompts(self) -> bool:
         """Whether a prompt can be read once for all texts of its task."""
         return False
+
+    @property
+    def takes_branches(self) -> bool:
+        """Whether a text with several paths is read once: always, where answers are read apart from it."""
+        return not self.answer_follows_text
 
     # ── the model's facts ────────────────────────────────────────────────────────────────────
 

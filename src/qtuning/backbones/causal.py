@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
     AFTER_TEXT,
+    MASKED,
     MIN_TEXT_TOKENS,
     Batch,
     Reading,
@@ -27,9 +28,9 @@ from qtuning.backbones.base import (
 from qtuning.backbones.prefixes import Prefixes
 from qtuning.tasks import Text
 
-CONTINUES_FROM_CACHE = ("gpt2", "llama", "opt")
-"""Models seen to give the same numbers from a padded cache. Windows and ALiBi would count the padding; any other
-model reads the text again for every path."""
+TAKES_BRANCHES = ("gpt2", "llama", "opt")
+"""Models seen to give the same numbers with a mask and positions of ours. Windows and ALiBi would count what is not
+seen; any other model reads the text again for every path."""
 UNMASKED = "qtuning-unmasked"
 """An attention for which `transformers` makes no mask: its own function, without a mask function beside it."""
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
@@ -77,8 +78,8 @@ class CausalBackbone(VocabularyBackbone):
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h]. No mask: padding stands on the right, where a causal model does not look."""
         if not reading.is_single:
-            if self.model.config.model_type in CONTINUES_FROM_CACHE:
-                return self._read_text_once(reading, bank)
+            if self.takes_branches:
+                return self._read_branches(reading, bank)
             reading = reading.expanded()
         batch = self.assemble(reading, bank)
         states = self.text_states(batch)
@@ -113,59 +114,75 @@ class CausalBackbone(VocabularyBackbone):
             config._attn_implementation = before
 
     @property
+    def takes_branches(self) -> bool:
+        """Whether all paths of a row are read in one sequence."""
+        return self.model.config.model_type in TAKES_BRANCHES
+
+    @property
     def remembers_prompts(self) -> bool:
         """Whether prompts can be read once and for all; see `prefixes`."""
         is_first = self.prompt_at != AFTER_TEXT
-        return is_first and self.model.config.model_type in CONTINUES_FROM_CACHE
+        return is_first and self.takes_branches
 
     def hidden_after(self, reading: Reading, prefixes: Prefixes, tasks: Tensor) -> Tensor:
         """[p, t, h] of rows without slots, each after the remembered prompt of its task [n]."""
         cache, filled = prefixes.of(tasks)
         none = torch.zeros(0, self.embed_dim, dtype=self.lane_dtype, device=self.device)
-        return self._read_text_once(reading, none, cache, filled)
+        return self._read_branches(reading, none, cache, filled)
 
-    def _read_text_once(
+    def _read_branches(
         self, reading: Reading, bank: Tensor, cache: Any = None, filled: Tensor | None = None
     ) -> Tensor:
-        """Prompt and text are read once, the paths go on from their cache.
+        """[p, t, h]: prompt, text and all paths of a row in one sequence; a path sees prompt, text and itself.
 
         With a `cache` of prompts, of which each row has so many positions `filled` [n], the text goes on from that.
         """
         batch = self.assemble(replace(reading, path=reading.path[:, :0]), bank)
-        width = batch.inputs_embeds.shape[1]
-        places = torch.arange(width, device=self.device)
-        given: dict[str, Any] = {}
-        seen, end = places < batch.end[:, None], batch.end
+        (rows, width), end = batch.inputs_embeds.shape[:2], batch.end
+        branch = reading.branch()
+        most, steps = int(branch.max()) + 1, reading.path.shape[1]
+        tokens = torch.full((rows, most, steps), self.pad_id, device=self.device)
+        tokens[reading.owner, branch] = reading.path
+        embeds = torch.cat([batch.inputs_embeds, self.embed(tokens.flatten(1))], dim=1)
+        step = torch.arange(steps, device=self.device).repeat(most)
+        place = torch.arange(width, device=self.device).expand(rows, -1)
+        place = torch.cat([place, end[:, None] + step], dim=1)
+        seen = _tree(end, width, most, steps)
         if filled is not None:
-            padded = torch.arange(cache.get_seq_length(), device=self.device)
-            seen = torch.cat([padded < filled[:, None], seen], dim=1)
-            given = {
-                "attention_mask": seen.long(),
-                "position_ids": (filled[:, None] + places).clamp(max=self.max_length - 1),
-                "past_key_values": cache,
-            }
-            end = end + filled
+            cached = torch.arange(cache.get_seq_length(), device=self.device)
+            remembered = (cached < filled[:, None])[:, None].expand(-1, seen.shape[1], -1)
+            seen = torch.cat([remembered, seen], dim=2)
+            place = place + filled[:, None]
         with self._passing:
-            text = self.model.base_model(inputs_embeds=batch.inputs_embeds, use_cache=True, **given)
-        rows = torch.arange(len(batch.end), device=self.device)
-        first: Tensor = text.last_hidden_state[rows, batch.end - 1][reading.owner][:, None]
-        if not reading.path.shape[1]:
-            return first
-        cache = text.past_key_values
-        cache.batch_select_indices(reading.owner)
-        end, seen = end[reading.owner], seen[reading.owner]
-        steps = torch.arange(reading.path.shape[1], device=self.device)
-        is_path = steps < reading.reads[:, None] - 1
-        with self._passing:
-            rest: Tensor = self.model.base_model(
-                input_ids=reading.path,
-                attention_mask=torch.cat([seen, is_path], dim=1).long(),
-                position_ids=(end[:, None] + steps).clamp(max=self.max_length - 1),  # past its end
+            states: Tensor = self.model.base_model(
+                inputs_embeds=embeds,
+                attention_mask=torch.where(seen, 0.0, MASKED).to(self.dtype)[:, None],
+                position_ids=place.clamp(max=self.max_length - 1),  # padding may stand past its end
                 past_key_values=cache,
+                use_cache=cache is not None,
             ).last_hidden_state
-        states = torch.cat([first, rest], dim=1)
-        return gather_reads(states, torch.zeros_like(end), reading.reads, states.shape[1])
+        first = states[torch.arange(rows, device=self.device), end - 1][reading.owner][:, None]
+        paths = states[:, width:].reshape(rows, most, steps, states.shape[2])[reading.owner, branch]
+        states = torch.cat([first, paths], dim=1)
+        return gather_reads(states, torch.zeros_like(reading.reads), reading.reads, steps + 1)
 
     def _reference_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model(input_ids=ids, use_cache=False).logits
         return logits, self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def _tree(end: Tensor, width: int, branches: int, steps: int) -> Tensor:
+    """[n, q, k] what each position may see: text that ends at `end` [n] in `width` positions, then so many branches.
+
+    A position of the text sees what stands before it, one of a branch the whole text and its own branch so far.
+    """
+    place = torch.arange(width + branches * steps, device=end.device)
+    is_text = place < width
+    branch, earlier = (
+        (place - width).div(max(steps, 1), rounding_mode="floor"),
+        place <= place[:, None],
+    )
+    in_text = is_text[:, None] & is_text & earlier
+    in_branch = ~is_text[:, None] & (branch[:, None] == branch) & ~is_text & earlier
+    to_text = ~is_text[:, None] & (place < end[:, None, None])
+    return in_text | in_branch | to_text

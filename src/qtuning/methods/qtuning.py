@@ -316,9 +316,10 @@ class QTuningLane:
         snapshot = Snapshot(
             self.card, layout, Head(**{k: t.clone() for k, t in head.items()}) if head else None, recorded
         )  # fmt: skip
+        keeps = self.settings.keep_prompts
         return replace(
             state,
-            queue=self.queue.append(self.prompt_rows(own)),
+            queue=self.queue.append(self.prompt_rows(own)) if keeps else state.queue,
             shared_prefix=own["shared"].clone(),
             shared_mlp={key: tensor.clone() for key, tensor in part(own, "shared_mlp").items()},
             last_layout=layout,
