@@ -55,7 +55,7 @@ def retains(method: str, s: MethodSettings, number: int) -> bool:
     is_wanted = s.retention != "none" and s.memory_factor > 0 and s.shared_length > 0
     held = 1 if method == "shared-prompt" else s.queue_size
     has_evicted = s.eviction != "none" and number > held
-    return method in ("q-tuning", "q-tuning-plus", "shared-prompt") and is_wanted and has_evicted
+    return method in ("q-tuning", "shared-prompt") and is_wanted and has_evicted
 
 
 def cost_of(pack: Pack) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The pictures of docs/findings.md, from committed records: reasons-scale.png, -length.png, -tasks.png, -transfer.png.
+"""The pictures of docs/findings.md, from committed records: reasons-scale, -length, -starts, -tasks, -transfer.png.
 
 Run: python perf/reasons.py
 """
@@ -39,18 +39,20 @@ def label(entry: dict[str, Any]) -> str:
     """Method, learning rate, switches."""
     own = {k: v for k, v in entry["settings"].items() if k != "prompt_lr"}
     words = [entry["method"], str(entry["settings"]["prompt_lr"])]
+    if "keep_prompts" in own:  # its many settings as what they come to
+        frozen = own.get("prompt_length", 10) * (own.get("queue_size", 5) - 1)
+        own = {"vocabulary rows": frozen, **{k: own[k] for k in own if k == "warm_start"}}
     return ", ".join([*words, *(f"{name} {value}" for name, value in own.items())])
 
 
 def when_learnt() -> tuple[list[str], dict[str, list[float]]]:
     """Tasks of orders 8 to 10, and for each method the mean of their scores when learnt, over orders and seeds."""
-    record = json.loads((RECORDS / "long-smollm2-eleven.json").read_text())
     found: dict[str, dict[str, list[float]]] = {}
-    for method, orders in record["scores"].items():
-        for seeds in orders.values():
-            for scores in seeds.values():
-                for task, score in scores.items():
-                    found.setdefault(method, {}).setdefault(task, []).append(100 * score)
+    for file in sorted((RECORDS / "long-smollm2").glob("*/*/*/result.json")):
+        record = json.loads(file.read_text())
+        own = found.setdefault(record["method"], {})
+        for task, facts in record["tasks"].items():
+            own.setdefault(task, []).append(100 * facts["when_learnt"])
     control = found["per-task-prompt-long"]
     tasks = sorted(control, key=lambda task: -mean(control[task]))
     return tasks, {method: [mean(own[task]) for task in tasks] for method, own in found.items()}
@@ -64,25 +66,22 @@ def draw_scales() -> None:
     _save(figure, "reasons-scale.png")
 
 
-def draw_tried() -> None:
+def draw_tried(round_of_tuning: str, tasks: str, picture: str) -> None:
     """A line for every candidate: each seed a dot."""
-    figure, axis = pyplot.subplots(figsize=(7.5, 4.6))
-    record = json.loads((RECORDS / "tuning-smollm2-averaged.json").read_text())
+    record = json.loads((RECORDS / f"tuning-smollm2-{round_of_tuning}.json").read_text())
+    figure, axis = pyplot.subplots(figsize=(7.5, 1.4 + 0.2 * len(record["tried"])))
     entries = sorted(record["tried"], key=lambda each: -each["mean"])
     for place, entry in enumerate(entries):
         scores = [100 * mean(own.values()) for own in entry["scores"].values()]
-        is_ours = entry["method"].startswith("q-tuning")
+        is_ours = entry["method"].startswith("q-tuning") or "warm_start" in entry["settings"]
         colour = OURS if is_ours else CONTROL if entry["method"].endswith("long") else OTHERS
         axis.plot(scores, [place] * len(scores), "o", color=colour, markersize=5)
         axis.plot([mean(scores)], [place], "|", color=colour, markersize=16, markeredgewidth=2.5)
     axis.set_yticks(range(len(entries)), [label(entry) for entry in entries], fontsize=8)
     axis.invert_yaxis()
-    axis.set(
-        xlabel="average score, %",
-        title="SmolLM2-135M, five tasks of the tuning stream",
-    )
+    axis.set(xlabel=f"average score of {tasks} tasks of the tuning stream, %, SmolLM2-135M")
     axis.grid(axis="x", alpha=0.3)
-    _save(figure, "reasons-length.png")
+    _save(figure, picture)
 
 
 def draw_tasks() -> None:
@@ -102,9 +101,7 @@ def draw_tasks() -> None:
         )
     axis.set_yticks(range(len(tasks)), tasks)
     axis.invert_yaxis()
-    axis.set(
-        xlabel="score when learnt, %", title="SmolLM2-135M, first eleven tasks of orders 8 to 10"
-    )
+    axis.set(xlabel="score when learnt, %", title="SmolLM2-135M, orders 8 to 10")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, loc="lower right")
     _save(figure, "reasons-tasks.png")
@@ -163,6 +160,7 @@ def _save(figure: Any, name: str) -> None:
 
 if __name__ == "__main__":
     draw_scales()
-    draw_tried()
+    draw_tried("averaged", "five", "reasons-length.png")
+    draw_tried("starts", "all eight", "reasons-starts.png")
     draw_tasks()
     draw_transfer()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 
 import pytest
 from rich.console import Console
@@ -216,64 +216,176 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     assert all(means[name] == 0 for name in means if name.startswith("per-task"))
 
 
-def test_the_findings_on_eleven_tasks_are_those_of_the_scores() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    runs = json.loads((ROOT / "results" / "long-smollm2-eleven.json").read_text())["scores"]
-    shown = page.split("<!-- eleven -->")[1].split("<!-- /eleven -->")[0]
-    seeds = {
-        method: [100 * mean(mean(own[s].values()) for own in orders.values()) for s in "012"]
-        for method, orders in runs.items()
-    }
-    assert len(shown.strip().splitlines()) == 2 + len(seeds)
-    for method, found in seeds.items():
-        (line,) = [line for line in shown.splitlines() if line.startswith(f"| `{method}`,")]
-        each = ", ".join(f"{score:.1f}" for score in found)
-        assert line.endswith(f"| {mean(found):.1f} | {each} |")
+ORDERS = ("order-08", "order-09", "order-10")
+CONTROL = "per-task-prompt-long"
 
-    def ahead(one: str, other: str) -> list[float]:
+
+def long_records() -> dict[str, dict[tuple[str, int], dict]]:
+    """Of each method its records on SmolLM2-135M, by order and seed."""
+    found: dict[str, dict[tuple[str, int], dict]] = {}
+    for file in (ROOT / "results" / "long-smollm2").glob("*/*/*/result.json"):
+        record = json.loads(file.read_text())
+        found.setdefault(record["method"], {})[record["stream"], record["seed"]] = record
+    return found
+
+
+def seed_means(records: dict[tuple[str, int], dict], key: str = "average_score") -> list[float]:
+    """In percent, over the three orders, seed by seed."""
+    return [100 * mean(records[o, seed][key] for o in ORDERS) for seed in range(3)]
+
+
+def between(page: str, name: str) -> list[str]:
+    """Lines of a table without its head."""
+    inside = page.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0]
+    return inside.strip().splitlines()[2:]
+
+
+def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    runs = long_records()
+    seeds = {method: seed_means(own) for method, own in runs.items()}
+    shown = between(page, "long")
+    assert len(shown) == len(seeds)
+    for method, found in seeds.items():
+        (line,) = [line for line in shown if line.startswith(f"| `{method}`,")]
+        each = ", ".join(f"{score:.1f}" for score in found)
+        ahead = mean(found) - mean(seeds[CONTROL])
+        minus = f" {ahead:+.1f} " if method != CONTROL else " "
+        assert line.endswith(f"| {mean(found):.1f} ± {stdev(found):.1f} | {each} |{minus}|")
+    for own in runs.values():
+        for record in own.values():
+            assert record["backward_transfer"] == 0
+            assert all(task["unchanged"] for task in record["tasks"].values())
+
+    def differences(one: str, other: str) -> list[float]:
         return [a - b for a, b in zip(seeds[one], seeds[other], strict=True)]
 
     for one, other, said in (
+        ("q-tuning", "prog-prompt", "{:.1f} points above ProgPrompt on all three seeds"),
+        (CONTROL, "q-tuning", "is {:.1f} above Q-tuning on all three seeds"),
+    ):
+        assert min(differences(one, other)) > 0
+        assert said.format(mean(differences(one, other))) in page
+    assert f"({-mean(differences('q-tuning', 'per-task-prompt')):.1f} below)" in page
+    last_five = {
+        method: 100
+        * mean(
+            task["when_learnt"]
+            for seed in range(3)
+            for task in list(runs[method]["order-09", seed]["tasks"].values())[-5:]
+        )
+        for method in (CONTROL, "q-tuning")
+    }
+    assert f"{last_five[CONTROL]:.1f} against {last_five['q-tuning']:.1f}." in page
+    ahead = {m: mean(seed_means(own, "forward_transfer")) for m, own in runs.items()}
+    for method, said in (
+        ("q-tuning", "{:.1f} points above those before any task"),
+        ("per-task-prompt", "{:.1f} with per-task prompts"),
+        ("prog-prompt", "{:.1f} with ProgPrompt"),
+    ):
+        assert said.format(ahead[method]) in page
+    for line in between(page, "places"):
+        one, other = re.findall(r"`([\w-]+)`", line)
+        found = [
+            mean(
+                100 * (own["score"] - runs[other][key]["tasks"][task]["score"])
+                for key, record in runs[one].items()
+                for task, own in list(record["tasks"].items())[first - 1 : last]
+            )
+            for first, last in ((1, 1), (2, 4), (5, 7), (8, 11), (12, 15))
+        ]
+        assert line.endswith("| " + " | ".join(f"{round(x, 1) + 0.0}" for x in found) + " |")
+    readme = between((ROOT / "README.md").read_text(encoding="utf-8"), "long-figures")
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    for method, found in seeds.items():
+        (line,) = [line for line in readme if f"`{method}`" in line]
+        assert line.endswith(f"| {mean(found):.1f} ± {stdev(found):.1f} |")
+        assert f"{mean(found):.1f}" in claims
+    moved = sorted(
+        abs(weight - 1)
+        for record in runs["q-tuning"].values()
+        for task in record["tasks"].values()
+        for weight in task["scale"]
+    )
+    said = "on SmolLM2-135M, orders 8 to 10, {:.0f} % and {:.0f} %"
+    assert said.format(100 * mean(moved), 100 * moved[int(0.95 * len(moved))]) in page
+
+
+def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
+    """To the last bit; where one did, the findings have the difference."""
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    runs = long_records()
+    gains: dict[str, list[float]] = {}
+    for key, record in runs["q-tuning-plus"].items():
+        for task, own in record["tasks"].items():
+            gain = own["score"] - runs[CONTROL][key]["tasks"][task]["score"]
+            if own["source"] is None:
+                assert gain == 0
+            else:
+                gains.setdefault(task, []).append(100 * gain)
+    assert f"the {sum(map(len, gains.values()))} of 135 tasks" in page
+    shown = between(page, "starts")
+    assert len(shown) == len(gains)
+    for task, found in gains.items():
+        assert f"| `{task}` | {len(found)} of 9 | {mean(found):.1f} |" in shown
+
+
+def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    runs = json.loads((ROOT / "results" / "long-smollm2-nine.json").read_text())["scores"]
+    seeds = {
+        method: [
+            100 * mean(mean(own[s].values()) for own in orders.values()) for s in orders["order-08"]
+        ]
+        for method, orders in runs.items()
+    }
+    shown = between(page, "nine")
+    assert len(shown) == len(seeds)
+    for method, found in seeds.items():
+        name = "`{}`{}".format(*re.fullmatch(r"([\w-]+)(.*)", method).groups())
+        each = ", ".join(f"{score:.1f}" for score in found)
+        assert f"| {name} | {mean(found):.1f} | {each} |" in shown
+    for method, said in (
         (
             "q-tuning",
-            "prog-prompt",
-            "Q-tuning is {:.1f} points above ProgPrompt on all three seeds",
+            "Q-tuning is {:.1f} below the control (six seeds, exact sign-flip test p = {:.2f})",
         ),
-        ("per-task-prompt-long", "q-tuning", "is {:.1f} above Q-tuning on all three seeds"),
-        (
-            "per-task-prompt-long",
-            "q-tuning-plus",
-            "and {:.1f} above `q-tuning-plus`, also on all three",
-        ),
+        ("q-tuning-plus", "`q-tuning-plus` {:.1f} above it (p = {:.2f})"),
     ):
-        assert min(ahead(one, other)) > 0
-        assert said.format(mean(ahead(one, other))) in page
-    assert f"({-mean(ahead('q-tuning', 'per-task-prompt')):.1f} below)" in page
-    readme = (
-        (ROOT / "README.md").read_text(encoding="utf-8").split("(SmolLM2-135M, first eleven")[1]
+        ahead = [a - b for a, b in zip(seeds[method], seeds[CONTROL], strict=True)]
+        flipped = [
+            abs(sum(a * sign for a, sign in zip(ahead, signs, strict=True)))
+            for signs in itertools.product((1, -1), repeat=6)
+        ]
+        p = mean(each >= abs(sum(ahead)) - 1e-9 for each in flipped)
+        assert said.format(abs(mean(ahead)), p) in page
+    pca, random, fifo, none = (
+        seeds[f"q-tuning{rule}"][:3]
+        for rule in ("", ", eviction random", ", eviction fifo", ", vocabulary queue")
     )
-    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    for method in ("q-tuning", "prog-prompt", "per-task-prompt", "per-task-prompt-long"):
-        assert f"{mean(seeds[method]):.1f}" in readme.split("\n[Conditions")[0]
-        assert f"{mean(seeds[method]):.1f}" in claims
+    said = "principal components {:.1f}, random {:.1f}, first-in-first-out {:.1f}"
+    assert said.format(mean(pca), mean(random), mean(fifo)) in page
+    assert min(a - b for a, b in zip(pca, fifo, strict=True)) > 0
+    assert sum(a > b for a, b in zip(pca, random, strict=True)) == 2
+    assert f"{mean(pca):.1f}\n  against {mean(none):.1f} on the nine tasks" in page
+    short = 100 * mean(
+        task["when_learnt"]
+        for record in long_records()["per-task-prompt"].values()
+        for task in list(record["tasks"].values())[:9]
+    )
+    assert f"a prompt of 10 has {short:.1f} there" in page
+    eleven = json.loads((ROOT / "results" / "long-smollm2-eleven.json").read_text())["scores"]
+    before = [
+        100 * mean(mean(own.values()) for seeds in eleven[m].values() for own in seeds.values())
+        for m in ("q-tuning-plus", CONTROL)
+    ]
+    assert (
+        "{:.1f} against {:.1f} for the control on their first eleven tasks".format(*before) in page
+    )
     frozen = json.loads((ROOT / "results" / "frozen-rows-smollm2.json").read_text())
-    none, some, many = (mean(own) for own in frozen["scores_by_frozen_rows"].values())
-    said = f"{100 * none:.1f} without them, {100 * some:.1f} after 40 of\nthem, {100 * many:.1f} after 90"
+    without, some, many = (mean(own) for own in frozen["scores_by_frozen_rows"].values())
+    said = f"{100 * without:.1f} without them, {100 * some:.1f} after 40 of\nthem, {100 * many:.1f} after 90"
     assert said in page
-    places = page.split("<!-- places -->")[1].split("<!-- /places -->")[0].strip().splitlines()[2:]
-    for line in places:
-        one, other = re.findall(r"`([\w-]+)`", line)
-        found = []
-        for first, last in ((1, 1), (2, 4), (5, 7), (8, 11)):
-            found.append(
-                mean(
-                    100 * (score - runs[other][order][seed][task])
-                    for order, own in runs[one].items()
-                    for seed, scores in own.items()
-                    for task, score in list(scores.items())[first - 1 : last]
-                )
-            )
-        assert line.endswith("| " + " | ".join(f"{round(x, 1) + 0.0}" for x in found) + " |")
 
 
 def test_the_findings_figures_are_those_of_the_records() -> None:
@@ -286,6 +398,12 @@ def test_the_findings_figures_are_those_of_the_records() -> None:
         assert entry["mean"] == pytest.approx(mean(scores), abs=1e-4)
         if entry["method"] not in ("per-task-prompt", "prog-prompt"):
             assert f"{100 * entry['mean']:.1f}" in words, entry["settings"]
+    starts = json.loads((ROOT / "results" / "tuning-smollm2-starts.json").read_text())["tried"]
+    for entry in starts:
+        scores = [mean(own.values()) for own in entry["scores"].values()]
+        assert entry["mean"] == pytest.approx(mean(scores), abs=1e-4)
+        assert f"{100 * entry['mean']:.1f}" in page.split("## What was tried")[1], entry["settings"]
+    assert starts[0]["settings"]["warm_start"] == "answers"  # the best, and so q-tuning-plus
     tried = json.loads((ROOT / "results" / "tuning-smollm2.json").read_text())["tried"]
     table: dict[str, dict[str, str]] = {}
     for entry in tried:

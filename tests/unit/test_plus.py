@@ -236,17 +236,30 @@ def test_the_newest_first_order_takes_the_right_rows(llama) -> None:
     assert torch.equal(lane.trained["prompt"], state.snapshots[lane.source.card.name].rows[:2])
 
 
-def test_plus_is_q_tuning_with_the_switches_on(family_backbone) -> None:
-    same = method_for(family_backbone, fill_queue=True, thaw=True)
-    plus = method_for(family_backbone, "q-tuning-plus")
-    assert plus.settings == same.settings
-    long = method_for(family_backbone, "per-task-prompt-long")
-    task = make_task("first", rows=8)
-    sizes = []
-    for method in (plus, long):
-        lane = method.lane(method.start(0), task, task.split(4, 0))
-        sizes.append(
-            sum(t.shape[0] for n, t in lane.trained.items() if t.dim() == 2 and "head" not in n)
-        )
-        assert len(lane.layout(lane.tensors)) == 8
-    assert sizes == [8, 8]  # as many trained rows as the length-matched control
+def test_plus_is_the_long_prompt_with_a_start(family_backbone) -> None:
+    plus, long = (
+        method_for(family_backbone, f"{name}") for name in ("q-tuning-plus", "per-task-prompt-long")
+    )
+    usual = "key" if family_backbone.needs_head else "answers"
+    assert plus.settings == replace(long.settings, warm_start=usual)
+    if family_backbone.needs_head:
+        return
+    asked = method_for(family_backbone, "q-tuning-plus", warm_start="loss")
+    assert asked.settings.warm_start == "loss"
+
+
+def test_plus_learns_what_the_control_learns_until_an_earlier_task_helps(
+    llama, monkeypatch
+) -> None:
+    plus, long = (method_for(llama, name) for name in ("q-tuning-plus", "per-task-prompt-long"))
+    task = make_task("next", rows=8, seed=9)
+    for losses, helps in ([2.0, 2.0], False), ([2.0, 0.1], True):
+        monkeypatch.setattr("qtuning.warm_start.answer_losses", lambda *_, found=losses: found)
+        state = learnt(long, 2)[0]
+        one, lane = learn(plus, state, task)
+        other, _ = learn(long, state, task)
+        assert (lane.source is not None) == helps
+        assert torch.equal(one.snapshots["next"].rows, other.snapshots["next"].rows) != helps
+        if helps:
+            fresh = plus.lane(state, task, task.split(4, 0))
+            assert torch.equal(fresh.trained["prompt"], state.snapshots["task1"].rows)

@@ -1,12 +1,12 @@
-"""Q-tuning-plus: Q-tuning with departures from the paper, each of them a switch of its own.
+"""Q-tuning-plus: a prompt as long as the whole Q-prompt, which starts from the earlier task that helps, if one does.
 
-The queue is full from the beginning (`fill_queue`), and a task trains a copy of the queue's rows (`thaw`) instead of
-only reweighing them.
+What came out best of the departures from the paper that were tried (docs/findings.md): finished prompts are worth more
+as a place to start from than as frozen rows before the new one. So there is no queue here; the latest tasks are asked
+which of them, as it stands, answers the new task's training examples best, and that prompt is taken if it beats
+guessing (`warm_start: answers`).
 
-Relations: `q-tuning` with `--set fill_queue=true --set thaw=true` is the same; leave one out to see what it is worth,
-or add a third, `--set warm_start=loss`, which starts the new prompt from the earlier task that explains it best. Every
-task trains as many rows as `per-task-prompt-long` has, from the first task on; what differs from that is where the rows
-start, a scale on them, and retention of the shared prefix.
+Relations: `per-task-prompt-long` is the same without the start, and learns exactly what this learns where no earlier
+task beats guessing.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from dataclasses import replace
 
 from qtuning.backbones import Backbone
 from qtuning.config import MethodSettings, TrainSettings
-from qtuning.methods import MethodInfo, register
+from qtuning.methods import PROMPT_GRID, MethodInfo, register
+from qtuning.methods.prompting import per_task_prompt_long
 from qtuning.methods.qtuning import QTuning
 
 
 def q_tuning_plus(backbone: Backbone, settings: MethodSettings, train: TrainSettings) -> QTuning:
-    """Both departures."""
-    return QTuning(backbone, replace(settings, fill_queue=True, thaw=True), train)
+    """An encoder has no head to answer a new task with, so there the nearest texts decide."""
+    usual = "key" if backbone.needs_head else "answers"
+    start = usual if settings.warm_start == "none" else settings.warm_start
+    return per_task_prompt_long(backbone, replace(settings, warm_start=start), train)
 
 
 register(
     MethodInfo(
         name="q-tuning-plus",
-        description="Q-tuning with a thawed queue that is full from the start",
+        description="a long prompt for every task, which starts from the earlier task that answers best",
         paper="Guo et al., 2024, arXiv 2404.14607",
         make=q_tuning_plus,
-        grid={"prompt_lr+shared_lr+queue_lr": (0.3, 1.0, 3.0), "epochs": (1.0, 2.0)},
+        grid=PROMPT_GRID,
     )
 )
