@@ -45,7 +45,7 @@ def prompt_rows(method: str, s: MethodSettings, number: int) -> int:
     own = {"prog-prompt": number, "shared-prompt": s.queue_size + 1}
     if method in own or method in ("per-task-prompt", "prompt-tuning"):
         return s.prompt_length * own.get(method, 1)
-    full = s.fill_queue or method == "per-task-prompt-long"
+    full = s.fill_queue or method in ("per-task-prompt-long", "q-tuning-plus")
     held = number if s.eviction == "none" else s.queue_size if full else min(number, s.queue_size)
     return s.shared_length + s.prompt_length * held
 

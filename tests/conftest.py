@@ -237,5 +237,6 @@ SMALL = {
     "epochs": 2,
     "batch_size": 4,
     "shots": 4,
+    "local_steps": 5,
 }
 """Settings that make a tiny run quick; the queue is full after three tasks."""

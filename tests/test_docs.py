@@ -267,6 +267,26 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
         assert min(differences(one, other)) > 0
         assert said.format(mean(differences(one, other))) in page
     assert f"({-mean(differences('q-tuning', 'per-task-prompt')):.1f} below)" in page
+    eleven = json.loads((ROOT / "results" / "long-smollm2-eleven.json").read_text())["scores"]
+    before, now = {}, {}
+    for method in ("q-tuning", CONTROL):
+        own = [eleven[method][o] for o in ORDERS]
+        before[method] = [100 * mean(mean(order[s].values()) for order in own) for s in "012"]
+        now[method] = [
+            100
+            * mean(
+                task["when_learnt"]
+                for order in ORDERS
+                for task in list(runs[method][order, seed]["tasks"].values())[:11]
+            )
+            for seed in range(3)
+        ]
+    said = ", ".join(f"{x:.1f}" for x in before["q-tuning"]) + " where these have "
+    assert said + ", ".join(f"{x:.1f}" for x in now["q-tuning"]) in page
+    moved = max(abs(a - b) for a, b in zip(before[CONTROL], now[CONTROL], strict=True))
+    assert f"the control's differ by up to {moved:.1f}" in page
+    single = [100 * record["forward_transfer"] for record in runs["q-tuning"].values()]
+    assert f"range from {min(single):.1f} to {max(single):.1f}" in page
     last_five = {
         method: 100
         * mean(
@@ -280,6 +300,7 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
     ahead = {m: mean(seed_means(own, "forward_transfer")) for m, own in runs.items()}
     for method, said in (
         ("q-tuning", "{:.1f} points above those before any task"),
+        (CONTROL, "{:.1f} with the control"),
         ("per-task-prompt", "{:.1f} with per-task prompts"),
         ("prog-prompt", "{:.1f} with ProgPrompt"),
     ):
@@ -324,6 +345,12 @@ def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
             else:
                 gains.setdefault(task, []).append(100 * gain)
     assert f"the {sum(map(len, gains.values()))} of 135 tasks" in page
+    alone, started = (
+        sorted(record["tasks"]["sst2"]["score"] for record in runs[method].values())
+        for method in (CONTROL, "q-tuning-plus")
+    )
+    assert f"four end between\n{100 * alone[0]:.0f} and {100 * alone[3]:.0f} %" in page
+    assert min(alone[4], started[0]) >= 0.8
     shown = between(page, "starts")
     assert len(shown) == len(gains)
     for task, found in gains.items():
@@ -384,7 +411,7 @@ def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
     )
     frozen = json.loads((ROOT / "results" / "frozen-rows-smollm2.json").read_text())
     without, some, many = (mean(own) for own in frozen["scores_by_frozen_rows"].values())
-    said = f"{100 * without:.1f} without them, {100 * some:.1f} after 40 of\nthem, {100 * many:.1f} after 90"
+    said = f"{100 * without:.1f} without them, {100 * some:.1f} after 40 of them, {100 * many:.1f} after 90"
     assert said in page
 
 

@@ -103,22 +103,21 @@ class Quiz:
         rows = [
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
-        lengths = [
-            len(row.slots) + len(row.tokens.ids) + answers[i].longest * len(row.paths)
-            for row, i in zip(rows, asked, strict=True)
-        ]
-        copies = [1 if backbone.takes_branches else len(row.paths) for row in rows]
-        # rows with one path are read by faster kernels, but the few texts of a request had better stay together
-        apart = backbone.answer_follows_text and not prefixes
-        kinds = [apart and len(row.paths) > 1 for row in rows]
+        lengths, tails, copies = [], [], []
+        for row, i in zip(rows, asked, strict=True):
+            paths, steps = len(row.paths), answers[i].longest
+            branches = backbone.answer_follows_text and backbone.takes_branches and paths > 1
+            lengths.append(
+                len(row.slots) + len(row.tokens.ids) + (0 if branches else paths * steps)
+            )
+            tails.append((paths, steps) if branches else (0, 0))
+            copies.append(1 if backbone.takes_branches else paths)
         if prefixes:
             rows = [Row(row.tokens, (), row.paths) for row in rows]
+        # rows with one path are read by faster kernels, but the few texts of a request had better stay together
+        batches = batches_by_length(lengths, backbone, copies, tails, apart=not prefixes)
         self.batches = [
-            _QuizBatch.build(backbone, places, rows, asked, answers)
-            for kind in sorted(set(kinds))
-            for places in batches_by_length(
-                lengths, backbone, copies, [i for i, own in enumerate(kinds) if own is kind]
-            )
+            _QuizBatch.build(backbone, places, rows, asked, answers) for places in batches
         ]
         self.size = len(rows)
 
@@ -286,28 +285,35 @@ def batches_by_length(
     lengths: Sequence[int],
     backbone: Backbone,
     copies: Sequence[int] | None = None,
-    places: Sequence[int] | None = None,
+    tails: Sequence[tuple[int, int]] | None = None,
+    apart: bool = False,
 ) -> list[list[int]]:
     """Indices in batches of like length, longest first, each at most the device's number of padded positions.
 
-    `copies` says how often a row is read, where label words on several paths each need the text again; `places`
-    takes some of the rows alone.
+    Args:
+        lengths: Positions of each row.
+        backbone: Whose device it is.
+        copies: How often each row is read, where label words on several paths each need the text again.
+        tails: Paths and steps that stand beside each row, padded to the most of its batch; (0, 0) for none.
+        apart: Whether rows with a tail share no batch with those without.
     """
     budget = CPU_TOKENS
     if backbone.device.type == "cuda":
         # of all its memory, not of what is free now: equal calls must make equal batches
         whole = torch.cuda.get_device_properties(backbone.device).total_memory
         budget = min(CARD_TOKENS, whole // 4 // (CARD_BYTES_PER_NUMBER * backbone.hidden_dim))
+    own = tails or [(0, 0)] * len(lengths)
     batches: list[list[int]] = []
-    full = 0
-    chosen = range(len(lengths)) if places is None else places
-    for i in sorted(chosen, key=lambda i: (-lengths[i], i)):
-        weight = copies[i] if copies else 1
-        if not batches or (full + weight) * lengths[batches[-1][0]] > budget:
+    full, longest, paths, steps = 0, 0, 0, 0
+    for i in sorted(range(len(lengths)), key=lambda i: (own[i], -lengths[i], i)):
+        full += copies[i] if copies else 1
+        longest = max(longest, lengths[i])
+        paths, steps = max(paths, own[i][0]), max(steps, own[i][1])
+        is_other = apart and bool(batches) and any(own[batches[-1][0]]) != any(own[i])
+        if not batches or is_other or full * (longest + paths * steps) > budget:
             batches.append([])
-            full = 0
+            full, longest, (paths, steps) = copies[i] if copies else 1, lengths[i], own[i]
         batches[-1].append(i)
-        full += weight
     return batches
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,7 +16,15 @@ from qtuning.backbones.kernels import linear_relu
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.backbones.t5 import T5Layers
 from qtuning.errors import BackboneError, ConfigError
-from qtuning.scoring import Answerer, Query, Quiz, exact_matches, score
+from qtuning.scoring import (
+    CPU_TOKENS,
+    Answerer,
+    Query,
+    Quiz,
+    batches_by_length,
+    exact_matches,
+    score,
+)
 from tests.conftest import (
     CONFIGS,
     FAMILY_OF,
@@ -375,7 +384,7 @@ def test_a_product_that_ends_with_relu_has_the_gradients_of_both() -> None:
 
 @pytest.mark.parametrize("window", [8, 32])
 def test_a_sliding_window_is_respected_for_labels_of_several_paths(window: int) -> None:
-    """Mistral, whose window counts positions: a padded cache would count the padding."""
+    """Mistral, whose window counts positions: positions that are not seen would count."""
     config = MistralConfig(vocab_size=VOCAB, max_position_embeddings=128, num_key_value_heads=1,
                            sliding_window=window, **SIZE)  # fmt: skip
     torch.manual_seed(0)
@@ -445,3 +454,27 @@ def test_rows_with_one_path_are_read_apart_from_those_with_several() -> None:
         answers = (one, several)[asked[i]]
         alone = score(backbone, [Query(Answerer(bank, answers), token)])[0]
         torch.testing.assert_close(together[i], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_batch_has_more_positions_than_it_may(apart: bool) -> None:
+    """Tails are padded to the most paths and the most steps of a batch: few long ones beside many short ones."""
+    backbone, draw = make_backbone("llama"), np.random.default_rng(0)
+    lengths = draw.integers(4, 400, 200).tolist()
+    tails = [[(0, 0), (60, 3), (2, 31)][i] for i in draw.integers(0, 3, 200)]
+    batches = batches_by_length(lengths, backbone, None, tails, apart)
+    assert sorted(i for batch in batches for i in batch) == list(range(200))
+    for batch in batches:
+        paths, steps = (max(tails[i][k] for i in batch) for k in (0, 1))
+        width = max(lengths[i] for i in batch) + paths * steps
+        assert len(batch) == 1 or len(batch) * width <= CPU_TOKENS
+        assert not apart or len({tails[i] == (0, 0) for i in batch}) == 1
+
+
+def test_flash_attention_reads_the_text_again_for_every_path() -> None:
+    """It takes no mask that differs from row to row."""
+    backbone = make_backbone("llama")
+    assert backbone.takes_branches
+    backbone.model.base_model.config._attn_implementation = "flash_attention_2"
+    assert not backbone.takes_branches
+    assert not backbone.remembers_prompts

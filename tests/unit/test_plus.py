@@ -238,7 +238,7 @@ def test_the_newest_first_order_takes_the_right_rows(llama) -> None:
 
 def test_plus_is_the_long_prompt_with_a_start(family_backbone) -> None:
     plus, long = (
-        method_for(family_backbone, f"{name}") for name in ("q-tuning-plus", "per-task-prompt-long")
+        method_for(family_backbone, name) for name in ("q-tuning-plus", "per-task-prompt-long")
     )
     usual = "key" if family_backbone.needs_head else "answers"
     assert plus.settings == replace(long.settings, warm_start=usual)

@@ -211,7 +211,7 @@ class Backbone:
 
     @property
     def takes_branches(self) -> bool:
-        """Whether a text with several paths is read once: always, where answers are read apart from it."""
+        """Whether a text with several paths is read once: always, where answers stand in a sequence of their own."""
         return not self.answer_follows_text
 
     # ── the model's facts ────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.base import (
     AFTER_TEXT,
+    ALIGNED,
     MASKED,
     MIN_TEXT_TOKENS,
     Batch,
@@ -76,7 +77,7 @@ class CausalBackbone(VocabularyBackbone):
         return MIN_TEXT_TOKENS + len(self._question)
 
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
-        """[p, t, h]. No mask: padding stands on the right, where a causal model does not look."""
+        """[p, t, h]. Rows with one path need no mask: padding stands on the right, where nobody looks."""
         if not reading.is_single:
             if self.takes_branches:
                 return self._read_branches(reading, bank)
@@ -115,8 +116,9 @@ class CausalBackbone(VocabularyBackbone):
 
     @property
     def takes_branches(self) -> bool:
-        """Whether all paths of a row are read in one sequence."""
-        return self.model.config.model_type in TAKES_BRANCHES
+        """Whether all paths of a row are read in one sequence; flash attention takes no such mask."""
+        takes_mask = self.model.base_model.config._attn_implementation in ("sdpa", "eager")
+        return takes_mask and self.model.config.model_type in TAKES_BRANCHES
 
     @property
     def remembers_prompts(self) -> bool:
@@ -137,10 +139,12 @@ class CausalBackbone(VocabularyBackbone):
 
         With a `cache` of prompts, of which each row has so many positions `filled` [n], the text goes on from that.
         """
-        batch = self.assemble(replace(reading, path=reading.path[:, :0]), bank)
-        (rows, width), end = batch.inputs_embeds.shape[:2], batch.end
         branch = reading.branch()
         most, steps = int(branch.max()) + 1, reading.path.shape[1]
+        on_card = self.device.type == "cuda"  # where kernels want eights
+        width = reading.width + (-(reading.width + most * steps) % ALIGNED if on_card else 0)
+        batch = self.assemble(replace(reading, path=reading.path[:, :0], width=width), bank)
+        rows, end = len(batch.end), batch.end
         tokens = torch.full((rows, most, steps), self.pad_id, device=self.device)
         tokens[reading.owner, branch] = reading.path
         embeds = torch.cat([batch.inputs_embeds, self.embed(tokens.flatten(1))], dim=1)
@@ -153,10 +157,11 @@ class CausalBackbone(VocabularyBackbone):
             remembered = (cached < filled[:, None])[:, None].expand(-1, seen.shape[1], -1)
             seen = torch.cat([remembered, seen], dim=2)
             place = place + filled[:, None]
+        mask = torch.full(seen.shape, MASKED, dtype=self.dtype, device=self.device)
         with self._passing:
             states: Tensor = self.model.base_model(
                 inputs_embeds=embeds,
-                attention_mask=torch.where(seen, 0.0, MASKED).to(self.dtype)[:, None],
+                attention_mask=mask.masked_fill_(seen, 0.0)[:, None],
                 position_ids=place.clamp(max=self.max_length - 1),  # padding may stand past its end
                 past_key_values=cache,
                 use_cache=cache is not None,
@@ -178,10 +183,8 @@ def _tree(end: Tensor, width: int, branches: int, steps: int) -> Tensor:
     """
     place = torch.arange(width + branches * steps, device=end.device)
     is_text = place < width
-    branch, earlier = (
-        (place - width).div(max(steps, 1), rounding_mode="floor"),
-        place <= place[:, None],
-    )
+    earlier = place <= place[:, None]
+    branch = (place - width).div(max(steps, 1), rounding_mode="floor")
     in_text = is_text[:, None] & is_text & earlier
     in_branch = ~is_text[:, None] & (branch[:, None] == branch) & ~is_text & earlier
     to_text = ~is_text[:, None] & (place < end[:, None, None])

@@ -21,7 +21,11 @@ from qtuning.methods.qtuning import QTuning
 
 
 def q_tuning_plus(backbone: Backbone, settings: MethodSettings, train: TrainSettings) -> QTuning:
-    """An encoder has no head to answer a new task with, so there the nearest texts decide."""
+    """Without a start of its own choosing it would be the control, so `none` stands for the usual one.
+
+    An encoder has no head to answer a new task with: there the nearest texts decide, and every task but the first has
+    a start.
+    """
     usual = "key" if backbone.needs_head else "answers"
     start = usual if settings.warm_start == "none" else settings.warm_start
     return per_task_prompt_long(backbone, replace(settings, warm_start=start), train)
