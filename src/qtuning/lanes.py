@@ -52,6 +52,9 @@ SHARE_SAVED = 0.3
 SHARE_OF_FREE_MEMORY = 0.4
 """For one step of a pack: a captured step keeps its memory while another shape is run for the first time."""
 
+STEPS_OF_A_NEW_PACK = 16.0
+"""On a card, steps that could be taken while a pack is built anew and its steps are captured."""
+
 CHECKPOINT_SECONDS = 5.0
 """Between two checkpoints of lanes that end their epochs at different times."""
 
@@ -91,6 +94,16 @@ class Fit:
         batch, self.pending = self.pending[:size], self.pending[size:]
         self.step += 1
         return batch
+
+    def batches_ahead(self) -> list[list[int]]:
+        """Training examples of every step until its last epoch ends; none of them is taken."""
+        copy = torch.Generator()
+        copy.set_state(self.lane.order.get_state())
+        epochs = [self.pending] if self.pending else []
+        while len(epochs) < self.epochs - self.epoch:
+            epochs.append(torch.randperm(len(self.lane.train), generator=copy).tolist())
+        size = self.settings.batch_size
+        return [own[i : i + size] for own in epochs for i in range(0, len(own), size)]
 
     @property
     def steps_ahead(self) -> int:
@@ -165,6 +178,7 @@ def fit_lanes(
         ended = engine.step()
         if not ended:
             continue
+        is_common = len(ended) == len(engine.moving)
         engine.validate([fit for fit in ended if _is_due(fit)])
         for fit in ended:
             if report:
@@ -172,7 +186,7 @@ def fit_lanes(
             fit.losses.clear()
             stopped = 0 < fit.settings.patience <= fit.stale
             fit.is_done = stopped or fit.epoch >= fit.epochs
-        if checkpoint and (len(ended) == len(engine.running) or engine.is_checkpoint_due()):
+        if checkpoint and (is_common or engine.is_checkpoint_due()):
             checkpoint(engine.export())
         engine.replace_finished()
     return [_finish(fit) for fit in engine.fits]
@@ -227,6 +241,13 @@ class _Engine:
             if fit.saved:
                 self.pack.restore(i, fit.saved)
                 fit.saved = None
+        if self.pack.has_fixed_shapes:
+            self.pack.expect([fit.batches_ahead() for fit in self.running])
+
+    @property
+    def moving(self) -> list[Fit]:
+        """Running lanes that are not done."""
+        return [fit for fit in self.running if not fit.is_done]
 
     def _unpack(self) -> None:
         """Every running lane's numbers to where they are kept outside a pack."""
@@ -234,11 +255,11 @@ class _Engine:
             fit.saved = self.pack.export(i)
 
     def step(self) -> list[Fit]:
-        """One step of every running lane; those that ended an epoch."""
-        batches = [fit.next_batch() for fit in self.running]
+        """One step of every moving lane; those that ended an epoch."""
+        batches = [[] if fit.is_done else fit.next_batch() for fit in self.running]
         while (failure := self._try(batches)) is not None:
             is_memory = failure.startswith("OutOfMemoryError")
-            if is_memory and len(self.running) > 1:
+            if is_memory and len(self.moving) > 1:
                 batches = self._with_fewer_lanes(batches)
             elif self.backbone.is_compiled or self.backbone.is_captured:
                 self._slower(failure)
@@ -247,7 +268,7 @@ class _Engine:
                     f"the card has too little memory for a single lane with {self.pack.batch_size} "
                     f"examples a step. Lower batch_size, queue_size or max_length, or use dtype bf16."
                 )
-        ended = [fit for fit in self.running if not fit.pending]
+        ended = [fit for fit in self.moving if not fit.pending]
         if ended:
             self._collect_losses()
         for fit in ended:
@@ -309,11 +330,13 @@ class _Engine:
         if self.pack.losses:
             self._collect_losses()
         self._unpack()
-        half = (len(self.running) + 1) // 2
-        for fit, batch in zip(self.running[half:], batches[half:], strict=True):
+        moving = self.moving
+        batches = [batch for batch in batches if batch]
+        half = (len(moving) + 1) // 2
+        for fit, batch in zip(moving[half:], batches[half:], strict=True):
             fit.pending = [*batch, *fit.pending]
             fit.step -= 1
-        kept, self.at_once = self.running[:half], half
+        kept, self.at_once = moving[:half], half
         del self.pack
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -326,6 +349,8 @@ class _Engine:
     def _collect_losses(self) -> None:
         found = self.pack.take_losses()
         for fit, losses in zip(self.running, found.T, strict=True):
+            if fit.is_done:
+                continue
             fit.losses += losses.tolist()
             for k, value in enumerate(fit.losses):
                 if not math.isfinite(value):
@@ -372,12 +397,20 @@ class _Engine:
 
     def replace_finished(self) -> None:
         """Give the places of lanes that are done to lanes that wait."""
-        if not any(fit.is_done for fit in self.running):
+        if len(self.moving) == len(self.running) or self._may_stand_still():
             return
         if self.pack.losses:
             self._collect_losses()
         self._unpack()
-        self._pack([fit for fit in self.running if not fit.is_done])
+        self._pack(self.moving)
+
+    def _may_stand_still(self) -> bool:
+        """Whether lanes that are done cost less where they are than a new pack would: on a card, near the end."""
+        is_wanted = any(not fit.is_done and fit not in self.running for fit in self.fits)
+        if is_wanted or not self.moving or not self.pack.has_fixed_shapes:
+            return False
+        idle = 1 - len(self.moving) / len(self.running)
+        return idle * max(fit.steps_ahead for fit in self.moving) < STEPS_OF_A_NEW_PACK
 
 
 def compiling_pays(steps_ahead: int, step_seconds: float) -> bool:

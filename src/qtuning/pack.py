@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from qtuning.backbones import Backbone, Head, Row
 from qtuning.config import TrainSettings
 from qtuning.graphs import StepGraphs
-from qtuning.passes import Passes, cut, fits, foresee
+from qtuning.passes import Passes, cut, fits
 from qtuning.scoring import Quiz, stack_heads
 from qtuning.stack import Batches, Lane, LaneStack, Step, kind_of_step
 
@@ -64,7 +65,7 @@ class Pack:
             min(range(len(lane.train)), key=lambda i: len(lane.train[i].ids)) for lane in self.lanes
         ]
         self.passes: Passes = ()
-        """Those of nearly every step, where steps must have few shapes."""
+        """Those of every step that was expected, where steps must have few shapes."""
         in_stacks = torch.tensor([i for own in self.members for i in own], device=backbone.device)
         self.order = in_stacks.argsort()
         self.graphs = StepGraphs(backbone.device)
@@ -94,23 +95,10 @@ class Pack:
 
     def plan(self, batches: Sequence[Sequence[int]], counts: Sequence[int]) -> tuple[Step, Passes]:
         """The step's examples as tensors, and the passes that read them."""
-        device, size = self.backbone.device, max(len(batch) for batch in batches)
-        if self.has_fixed_shapes:
-            size = min(self.batch_size, max(len(lane.train) for lane in self.lanes))
-        inputs, whole, shared = [], [], []
-        for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
-            example = np.empty((len(own), size), dtype=np.int64)
-            is_live = np.zeros(example.shape, dtype=bool)
-            for k, i in enumerate(own):
-                live, start = len(batches[i]), stack.starts[k]
-                example[k, :live] = start + np.array(batches[i], dtype=np.int64)
-                example[k, live:] = (
-                    start + self.shortest[i]
-                )  # fills the batch, and counts for nothing
-                is_live[k, :live] = True
-            whole.append(table + example.flatten())
-            if stack.teacher is not None:
-                shared.append(whole[-1] + len(stack.targets))
+        device = self.backbone.device
+        examples, rows = self._filled(batches)
+        inputs = []
+        for own, (example, is_live) in zip(self.members, examples, strict=True):
             count = [counts[i] if batches[i] else 0 for i in own]
             inputs.append(
                 Batches(
@@ -119,39 +107,57 @@ class Pack:
                     torch.tensor(count, device=device),
                 )
             )
-        rows = np.concatenate([*whole, *shared])
         order = np.argsort(-self.lengths[rows], kind="stable")
         step = Step(
             inputs,
             torch.from_numpy(rows[order]).to(device),
             torch.from_numpy(np.argsort(order)).to(device),
         )
-        return step, self._passes(self.lengths[rows[order]], size)
+        return step, self._passes(self.lengths[rows[order]])
 
-    def _passes(self, lengths: np.ndarray, size: int) -> Passes:
-        """Over rows of these lengths, longest first; where shapes are fixed, the same for nearly all steps."""
-        backbone = self.backbone
+    def expect(self, ahead: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Choose passes that suit all steps to come, from every lane's batches until it ends: one shape to capture."""
+        longest = np.zeros(0, dtype=np.int64)
+        for batches in itertools.zip_longest(*ahead, fillvalue=()):
+            lengths = -np.sort(-self.lengths[self._filled(batches)[1]])
+            longest = np.maximum(longest, lengths) if len(longest) else lengths
+        self.passes = self._cut(longest) if len(longest) else ()
+
+    def _filled(
+        self, batches: Sequence[Sequence[int]]
+    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+        """For each stack its examples [lanes, b] and which of them count, and all rows of the table to be read."""
+        size = max(len(batch) for batch in batches)
+        if self.has_fixed_shapes:
+            size = min(self.batch_size, max(len(lane.train) for lane in self.lanes))
+        examples, whole, shared = [], [], []
+        for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
+            example = np.empty((len(own), size), dtype=np.int64)
+            is_live = np.zeros(example.shape, dtype=bool)
+            for k, i in enumerate(own):
+                live, start = len(batches[i]), stack.starts[k]
+                example[k, :live] = start + np.array(batches[i], dtype=np.int64)
+                example[k, live:] = start + self.shortest[i]  # fills it, and counts for nothing
+                is_live[k, :live] = True
+            examples.append((example, is_live))
+            whole.append(table + example.flatten())
+            if stack.teacher is not None:
+                shared.append(whole[-1] + len(stack.targets))
+        return examples, np.concatenate([*whole, *shared])
+
+    def _passes(self, lengths: np.ndarray) -> Passes:
+        """Over rows of these lengths, longest first; where shapes are fixed, those that were expected."""
         if not self.has_fixed_shapes:
-            return tuple((n, backbone.aligned(w)) for n, w in cut(lengths, backbone.device))
+            return self._cut(lengths)
         if sum(rows for rows, _ in self.passes) != len(lengths):
-            foreseen = foresee(self._lengths_by_lane(), size)
-            found = cut(foreseen, backbone.device)
-            self.passes = tuple((rows, backbone.aligned(width)) for rows, width in found)
+            self.passes = self._cut(lengths)
         if fits(lengths, self.passes):
             return self.passes
-        return ((len(lengths), self.passes[0][1]),)  # a step with many long rows: all in one pass
+        return ((len(lengths), self.backbone.aligned(int(self.lengths.max()))),)  # not expected
 
-    def _lengths_by_lane(self) -> list[tuple[np.ndarray, int]]:
-        """Positions of every lane's rows and how many a step draws, and once more of those that retention reads."""
-        found = []
-        for stack, own, table in zip(self.stacks, self.members, self.tables, strict=True):
-            ends = [*stack.starts[1:], len(stack.targets)]
-            for again in [0, len(stack.targets)][: 1 if stack.teacher is None else 2]:
-                found += [
-                    (self.lengths[table + again + a : table + again + b], self.batches[i])
-                    for i, a, b in zip(own, stack.starts, ends, strict=True)
-                ]
-        return found
+    def _cut(self, lengths: np.ndarray) -> Passes:
+        backbone = self.backbone
+        return tuple((n, backbone.aligned(w)) for n, w in cut(lengths, backbone.device))
 
     def compute(self, step: Step, passes: Passes) -> Tensor:
         """Losses [lanes] of one step, which is taken. Nothing here waits for the device."""

@@ -20,10 +20,6 @@ CARD_PASS = 2048
 """Positions that are read in the time that another pass costs: on a card, where hundreds of kernels are launched, …"""
 CPU_PASS = 128
 """… and on a CPU."""
-SIMULATED_STEPS = 128
-"""From which the lengths of a step are foreseen."""
-FORESEEN = 0.98
-"""Share of steps in which the row at a place is as short as foreseen, or shorter."""
 
 Passes = tuple[tuple[int, int], ...]
 """Rows and positions of each pass, longest first."""
@@ -49,25 +45,6 @@ def cut(lengths: np.ndarray, where: device) -> Passes:
         passes.append((places[j] - places[i], int(lengths[places[i]])))
         j = i
     return tuple(reversed(passes))
-
-
-def foresee(lanes: list[tuple[np.ndarray, int]], batch: int) -> np.ndarray:
-    """Lengths of a step's rows, longest first, that few steps exceed; the first is the longest there is.
-
-    `lanes` are the lengths of each lane's examples and how many of them a step draws; its shortest fills the batch.
-    """
-    generator = np.random.default_rng(0)
-
-    def draw(own: np.ndarray, drawn: int) -> np.ndarray:
-        drawn = min(drawn, len(own), batch)
-        chosen = generator.choice(own, drawn, replace=False)
-        return np.concatenate([chosen, np.full(batch - drawn, own.min())])
-
-    steps = [np.concatenate([draw(*lane) for lane in lanes]) for _ in range(SIMULATED_STEPS)]
-    seen = -np.sort(-np.stack(steps), axis=1)
-    foreseen = np.ceil(np.quantile(seen, FORESEEN, axis=0)).astype(np.int64)
-    foreseen[0] = max(own.max() for own, _ in lanes)
-    return np.asarray(foreseen)
 
 
 def fits(lengths: np.ndarray, passes: Passes) -> bool:

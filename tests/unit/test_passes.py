@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qtuning import passes
-from qtuning.passes import cut, fits, foresee
+from qtuning.passes import cut, fits
 
 CPU = torch.device("cpu")
 
@@ -48,24 +48,6 @@ def test_many_rows_are_cut_at_few_places() -> None:
     found = cut(lengths, CPU)
     assert len(found) == passes.MOST_PASSES
     assert cost(lengths, found) < 0.7 * 1500 * lengths[0]
-
-
-def test_nearly_all_steps_have_the_lengths_that_were_foreseen() -> None:
-    draw = np.random.default_rng(1)
-    lanes = [draw.integers(10, 20 * k, 100) for k in range(2, 10)]
-    foreseen = foresee([(own, 8) for own in lanes], 8)
-    assert foreseen[0] == max(own.max() for own in lanes)
-    found = cut(foreseen, CPU)
-    steps = [
-        -np.sort(-np.concatenate([draw.choice(own, 8, replace=False) for own in lanes]))
-        for _ in range(400)
-    ]
-    assert np.mean([fits(step, found) for step in steps]) > 0.9
-
-
-def test_a_small_set_fills_its_batch() -> None:
-    assert foresee([(np.array([3, 4]), 8)], 8).tolist() == [4, 3, 3, 3, 3, 3, 3, 3]
-    assert foresee([(np.array([3, 4, 5]), 1)], 3).tolist() == [5, 3, 3]
 
 
 def test_rows_that_are_too_long_do_not_fit() -> None:
