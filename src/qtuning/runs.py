@@ -285,6 +285,7 @@ def result_of(
             "evicted": facts.get("evicted", False),
             "scale": facts.get("scale_u", []),
             "source": facts.get("source"),
+            "source_cost": facts.get("source_cost"),
             "unchanged": run.unchanged[name],
             **run.found[name],
         }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,27 +39,40 @@ def check_warm_start(backbone: Backbone, settings: MethodSettings) -> None:
         )
 
 
-def find_source(
+@dataclass(frozen=True)
+class Start:
+    """Where a new prompt starts, and why."""
+
+    source: Snapshot | None = None
+    """The earlier task; None for the vocabulary."""
+    cost: float | None = None
+    """Of the best earlier task, taken or not: a loss, or less its similarity; None where nobody was asked."""
+
+
+def find_start(
     backbone: Backbone,
     settings: MethodSettings,
     snapshots: Mapping[str, Snapshot],
     split: Split,
     answers: AnswerSet,
-) -> Snapshot | None:
-    """The snapshot that the new prompt starts from; None to start from the vocabulary."""
-    if settings.warm_start == "none":
-        return None
+) -> Start:
+    """Ask the latest tasks which of them the new prompt should start from."""
     latest = [snapshots[name] for name in list(snapshots)[-CANDIDATES:]]
     known = [each for each in latest if "imported_from" not in each.facts]
+    if settings.warm_start == "none" or not known:
+        return Start()
     train = split.train.at(range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS)))
     if settings.warm_start == "key":
         features = read_features(backbone, train.texts)
-        return max(known, key=lambda each: similarity(features, each), default=None)
-    if settings.warm_start == "answers":
-        losses = answer_losses(backbone, known, train, answers)
-        best = min(zip(losses, range(len(known)), strict=True), default=(math.inf, 0))
-        return known[best[1]] if best[0] < math.log(len(answers.sequences)) else None
-    return min(known, key=lambda each: loss_under(backbone, each, train, answers), default=None)
+        costs = [-similarity(features, each) for each in known]
+    elif settings.warm_start == "answers":
+        costs = answer_losses(backbone, known, train, answers)
+    else:
+        costs = [loss_under(backbone, each, train, answers) for each in known]
+    cost, best = min(zip(costs, range(len(known)), strict=True))
+    if settings.warm_start == "answers" and cost >= math.log(len(answers.sequences)):
+        return Start(None, cost)  # guessing is as good
+    return Start(known[best], cost)
 
 
 def similarity(features: Tensor, snapshot: Snapshot) -> float:

@@ -14,7 +14,7 @@ from qtuning.errors import ConfigError
 from qtuning.keys import learn_key, read_features, with_key
 from qtuning.lanes import fit_lanes
 from qtuning.methods import make_method
-from qtuning.warm_start import CANDIDATES, answer_losses, find_source, loss_under
+from qtuning.warm_start import CANDIDATES, answer_losses, find_start, loss_under
 from tests.conftest import SMALL, make_backbone, make_task
 
 
@@ -101,13 +101,15 @@ def test_a_warm_start_is_the_prompt_of_the_task_with_the_lowest_loss(kind: str) 
         for name, snapshot in state.snapshots.items()
     }
     best = min(by_hand, key=by_hand.get)
-    assert lane.source.card.name == best
+    assert lane.start.source.card.name == best
+    assert lane.start.cost == pytest.approx(by_hand[best], abs=1e-4)
     assert torch.equal(lane.trained["prompt"], state.snapshots[best].rows[-2:])
     for name, snapshot in state.snapshots.items():
         found = loss_under(backbone, snapshot, split.train, lane.answers)
         assert found == pytest.approx(by_hand[name], abs=1e-4)
     after, _ = learn(method, state, task)
-    assert after.snapshots["next"].facts["source"] == best
+    facts = after.snapshots["next"].facts
+    assert (facts["source"], facts["source_cost"]) == (best, lane.start.cost)
 
 
 def reference_loss(backbone, snapshot, task, split) -> float:
@@ -144,7 +146,7 @@ def test_a_warm_start_by_key_takes_the_task_with_the_nearest_texts(bert) -> None
             own = (features - snapshot.key.mean.numpy()) / snapshot.key.spread.numpy()
             own = own / np.linalg.norm(own, axis=1, keepdims=True)
             similarity[name] = float((own @ snapshot.key.vector.numpy()).mean())
-        found = method.lane(state, task, split).source.card.name
+        found = method.lane(state, task, split).start.source.card.name
         assert found == max(similarity, key=similarity.get)
         chosen.add(found)
     assert len(chosen) > 1  # it depends on the texts
@@ -164,8 +166,9 @@ def test_a_warm_start_by_answers_is_taken_only_if_it_beats_guessing(kind: str, m
     )
     for losses, source in ([0.8, 0.69, 0.9], "task1"), ([0.8, 0.70, 0.9], None):  # log 2 = 0.693
         monkeypatch.setattr("qtuning.warm_start.answer_losses", lambda *_, found=losses: found)
-        found = find_source(backbone, method.settings, known, split, answers)
-        assert (found and found.card.name) == source
+        found = find_start(backbone, method.settings, known, split, answers)
+        assert (found.source and found.source.card.name) == source
+        assert found.cost == min(losses)
 
 
 def reference_answer_loss(backbone, snapshot, task, split) -> float:
@@ -186,7 +189,7 @@ def test_without_earlier_tasks_a_prompt_starts_from_the_vocabulary(llama, kind: 
     task = make_task("first", rows=8)
     warm, cold = method_for(llama, warm_start=kind), method_for(llama)
     lanes = [m.lane(m.start(0), task, task.split(4, 0)) for m in (warm, cold)]
-    assert lanes[0].source is None
+    assert (lanes[0].start.source, lanes[0].start.cost) == (None, None)
     assert torch.equal(lanes[0].trained["prompt"], lanes[1].trained["prompt"])
 
 
@@ -210,7 +213,7 @@ def test_the_number_of_tasks_read_and_asked_does_not_grow(llama, monkeypatch) ->
         "qtuning.warm_start.loss_under", lambda *given: asked.append(given) or len(asked)
     )
     split = make_task("next", rows=8).split(4, 0)
-    find_source(llama, method.settings, known, split, lanes[0].answers)
+    find_start(llama, method.settings, known, split, lanes[0].answers)
     assert len(asked) == CANDIDATES
     assert read == [f"copy{i}" for i in range(CANDIDATES, 2 * CANDIDATES)]
 
@@ -223,9 +226,10 @@ def test_nobody_learns_from_an_imported_prompt(llama) -> None:
     )
     split = make_task("next", rows=8).split(4, 0)
     answers = lanes[0].answers
-    assert find_source(llama, method.settings, {"foreign": foreign}, split, answers) is None
+    assert find_start(llama, method.settings, {"foreign": foreign}, split, answers).source is None
     both = {**state.snapshots, "foreign": foreign}
-    assert find_source(llama, method.settings, both, split, answers) is state.snapshots["task0"]
+    found = find_start(llama, method.settings, both, split, answers)
+    assert found.source is state.snapshots["task0"]
 
 
 def test_the_newest_first_order_takes_the_right_rows(llama) -> None:
@@ -233,7 +237,9 @@ def test_the_newest_first_order_takes_the_right_rows(llama) -> None:
     state, _ = learnt(method, 2)
     task = make_task("next", rows=8, seed=9)
     lane = method.lane(state, task, task.split(4, 0))
-    assert torch.equal(lane.trained["prompt"], state.snapshots[lane.source.card.name].rows[:2])
+    assert torch.equal(
+        lane.trained["prompt"], state.snapshots[lane.start.source.card.name].rows[:2]
+    )
 
 
 def test_plus_is_the_long_prompt_with_a_start(family_backbone) -> None:
@@ -258,7 +264,7 @@ def test_plus_learns_what_the_control_learns_until_an_earlier_task_helps(
         state = learnt(long, 2)[0]
         one, lane = learn(plus, state, task)
         other, _ = learn(long, state, task)
-        assert (lane.source is not None) == helps
+        assert (lane.start.source is not None) == helps
         assert torch.equal(one.snapshots["next"].rows, other.snapshots["next"].rows) != helps
         if helps:
             fresh = plus.lane(state, task, task.split(4, 0))

@@ -29,7 +29,7 @@ from qtuning.seeding import torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Split, Task
 from qtuning.tensors import part
-from qtuning.warm_start import check_warm_start, find_source
+from qtuning.warm_start import check_warm_start, find_start
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class QTuningLane:
         self.queue = state.queue.with_room(self._generator("eviction"))
         words = [self.card.label_words[name] for name in self.card.label_names]
         self.answers = backbone.answers(words)
-        self.source = find_source(backbone, settings, state.snapshots, split, self.answers)
-        """The earlier task that the new prompt starts from, if any."""
+        self.start = find_start(backbone, settings, state.snapshots, split, self.answers)
+        """Where the new prompt starts."""
         self._make_tensors()
         rows, longest = len(self.layout(self.tensors)), self.answers.longest
         self.train: Sequence[Tokens] = backbone.tokenize(split.train.texts, rows, longest)
@@ -207,7 +207,7 @@ class QTuningLane:
     def _first_prompt(self) -> Tensor:
         """[l, d] that training starts from: drawn from the vocabulary, or the source's own prompt."""
         settings = self.settings
-        if self.source is None:
+        if self.start.source is None:
             return sample_vocabulary_rows(
                 self.backbone.embed,
                 self.backbone.vocabulary(),
@@ -215,7 +215,7 @@ class QTuningLane:
                 self._generator("prompt"),
             )
         first = settings.shared_length if settings.newest_first else -settings.prompt_length
-        return self.source.rows[first:][: settings.prompt_length]
+        return self.start.source.rows[first:][: settings.prompt_length]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -310,7 +310,8 @@ class QTuningLane:
             "split": self.sizes,
             "rows": len(layout),
             "evicted": self.evicting,
-            **({"source": self.source.card.name} if self.source else {}),
+            **({"source": self.start.source.card.name} if self.start.source else {}),
+            **({"source_cost": self.start.cost} if self.start.cost is not None else {}),
             "scale_u": [*own["u.queue"].tolist(), *own["u.prompt"].tolist()],
         }
         snapshot = Snapshot(
