@@ -23,7 +23,7 @@ from qtuning import cli, config, demo
 from qtuning.errors import CollectionError
 from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
-from qtuning.report.tables import group_runs
+from qtuning.report.tables import compare, group_runs
 from qtuning.serve.run import free_port
 from qtuning.summary import summarise
 from tests.conftest import make_model, make_tokenizer
@@ -330,6 +330,22 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
     )
     said = "on SmolLM2-135M, orders 8 to 10, {:.0f} % and {:.0f} %"
     assert said.format(100 * mean(moved), 100 * moved[int(0.95 * len(moved))]) in page
+
+
+def test_the_reports_comparison_over_the_orders_is_that_of_the_summary() -> None:
+    summary = json.loads((ROOT / "results" / "summary.json").read_text())
+    expected = summary["long_sequence"]["smollm2-135m"]
+    groups = group_runs(gather([ROOT / "results" / "long-smollm2"]).results)
+    found = {
+        (pair.first, pair.second): (pair.difference, pair.p)
+        for pair in compare(groups)
+        if pair.where == "mean of 3 streams, smollm2-135m"
+    }
+    for method in set(expected) - {CONTROL}:
+        wanted = expected[method]["minus_length_matched"]
+        sign = 1 if (method, CONTROL) in found else -1
+        difference, p = found[(method, CONTROL)[::sign]]
+        assert (sign * difference, p) == pytest.approx((wanted["mean"], wanted["p"]), abs=1e-5)
 
 
 def test_where_no_earlier_task_helped_plus_is_the_control() -> None:

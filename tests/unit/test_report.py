@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def test_the_page_is_whole_and_asks_for_nothing_outside(runs: Path) -> None:
     wanted = ("Score matrix", "What the queue keeps", "What each task draws on", "sign-flip",
               "prefers-color-scheme", 'name="viewport"', "per-task-prompt")  # fmt: skip
     assert [word for word in wanted if word not in page] == []
+    assert "2 methods, 1 stream, 1 backbone. Scores" in page
     assert page.count("<svg") >= 9
     assert len(page) < 400_000
 
@@ -77,6 +79,12 @@ def test_groups_comparisons_and_tables(runs: Path) -> None:
     (pair,) = compare(groups)
     assert pair.seeds == 2
     assert pair.p >= 0.5  # two seeds cannot say more
+    again = [replace(g, stream="other") for g in groups]
+    pairs = compare([*groups, *again])
+    assert [each.where.split(",")[0] for each in pairs][::2] == ["mean of 2 streams", "other"]
+    assert {(each.first, each.difference) for each in pairs} == {(pair.first, pair.difference)}
+    apart = [replace(g, label="x") for g in again if g.label == "q-tuning"]
+    assert len(compare([*groups, *apart])) == 1  # nothing that both streams have
     assert to_markdown(groups).count("\n") == 4
     assert r"\toprule" in to_latex(groups)
     assert to_csv(groups).startswith("stream,method,backbone,seeds")

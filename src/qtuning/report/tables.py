@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -113,6 +114,8 @@ def _plain(config: dict[str, Any]) -> dict[str, Any]:
 class Comparison:
     """Two groups on the seeds both have."""
 
+    where: str
+    """Stream and backbone, or how many streams were averaged."""
     first: str
     second: str
     difference: float
@@ -120,21 +123,44 @@ class Comparison:
     p: float
 
 
+Scores = dict[int, float]
+"""Average score of each seed."""
+
+
 def compare(groups: Sequence[Group]) -> list[Comparison]:
-    """Every pair of groups on the same stream and backbone: paired differences, exact sign-flip test."""
+    """Every pair of groups on the mean of all streams of a backbone, then on each stream: exact sign-flip tests."""
+    places: dict[tuple[str, str], dict[str, Scores]] = {}
+    for group in groups:
+        own = {run["seed"]: run["average_score"] for run in group.runs}
+        places.setdefault((group.stream, group.backbone), {})[group.label] = own
     found = []
-    for i, first in enumerate(groups):
-        for second in groups[i + 1 :]:
-            if (first.stream, first.backbone) != (second.stream, second.backbone):
-                continue
-            a = {run["seed"]: run["average_score"] for run in first.runs}
-            b = {run["seed"]: run["average_score"] for run in second.runs}
-            shared = sorted(set(a) & set(b))
-            if shared:
-                differences = [a[seed] - b[seed] for seed in shared]
-                mean = statistics.mean(differences)
-                p = sign_flip_p(differences)
-                found.append(Comparison(first.label, second.label, mean, len(shared), p))
+    for backbone in dict.fromkeys(name for _, name in places):
+        streams = [own for (_, name), own in places.items() if name == backbone]
+        if len(streams) > 1:
+            found += _pairs(f"mean of {len(streams)} streams, {backbone}", _mean_of(streams))
+    for (stream, backbone), scores in places.items():
+        found += _pairs(f"{stream}, {backbone}", scores)
+    return found
+
+
+def _mean_of(streams: Sequence[dict[str, Scores]]) -> dict[str, Scores]:
+    """Of each group that all streams have, the mean over them, for the seeds that all of them have."""
+    found = {}
+    for label in streams[0]:
+        if all(label in own for own in streams):
+            seeds = set.intersection(*(set(own[label]) for own in streams))
+            found[label] = {s: statistics.mean(own[label][s] for own in streams) for s in seeds}
+    return found
+
+
+def _pairs(where: str, scores: dict[str, Scores]) -> list[Comparison]:
+    """Each with each, paired by seed."""
+    found = []
+    for (first, a), (second, b) in itertools.combinations(scores.items(), 2):
+        differences = [a[seed] - b[seed] for seed in sorted(set(a) & set(b))]
+        if differences:
+            mean, p = statistics.mean(differences), sign_flip_p(differences)
+            found.append(Comparison(where, first, second, mean, len(differences), p))
     return found
 
 
