@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,15 +95,14 @@ class Fit:
         self.step += 1
         return batch
 
-    def batches_ahead(self) -> list[list[int]]:
+    def batches_ahead(self) -> Iterator[list[int]]:
         """Training examples of every step until its last epoch ends; none of them is taken."""
-        copy = torch.Generator()
+        copy, size, ahead = torch.Generator(), self.settings.batch_size, self.pending
         copy.set_state(self.lane.order.get_state())
-        epochs = [self.pending] if self.pending else []
-        while len(epochs) < self.epochs - self.epoch:
-            epochs.append(torch.randperm(len(self.lane.train), generator=copy).tolist())
-        size = self.settings.batch_size
-        return [own[i : i + size] for own in epochs for i in range(0, len(own), size)]
+        for _ in range(self.epochs - self.epoch):
+            ahead = ahead or torch.randperm(len(self.lane.train), generator=copy).tolist()
+            yield from (ahead[i : i + size] for i in range(0, len(ahead), size))
+            ahead = []
 
     @property
     def steps_ahead(self) -> int:

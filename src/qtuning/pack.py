@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from qtuning.graphs import StepGraphs
 from qtuning.passes import Passes, cut, fits
 from qtuning.scoring import Quiz, stack_heads
 from qtuning.stack import Batches, Lane, LaneStack, Step, kind_of_step
+
+EXPECTED_STEPS = 1024
+"""Steps that are looked ahead: enough for lengths to repeat, and few beside those of a large task."""
 
 
 def for_each(settings: TrainSettings | Sequence[TrainSettings], lanes: int) -> list[TrainSettings]:
@@ -34,8 +37,7 @@ class Pack:
         """`settings` are those of all lanes, or of each."""
         self.backbone, self.lanes = backbone, list(lanes)
         each = for_each(settings, len(self.lanes))
-        self.batches = [own.batch_size for own in each]
-        self.batch_size = max(self.batches)
+        self.batch_size = max(own.batch_size for own in each)
         members: dict[tuple[object, ...], list[int]] = {}
         for i, (lane, own) in enumerate(zip(self.lanes, each, strict=True)):
             members.setdefault((lane.structure, kind_of_step(own)), []).append(i)
@@ -115,10 +117,11 @@ class Pack:
         )
         return step, self._passes(self.lengths[rows[order]])
 
-    def expect(self, ahead: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Choose passes that suit all steps to come, from every lane's batches until it ends: one shape to capture."""
+    def expect(self, ahead: Sequence[Iterable[Sequence[int]]]) -> None:
+        """Choose passes that suit the steps to come, from every lane's batches until it ends: one shape to capture."""
         longest = np.zeros(0, dtype=np.int64)
-        for batches in itertools.zip_longest(*ahead, fillvalue=()):
+        steps = itertools.zip_longest(*ahead, fillvalue=())
+        for batches in itertools.islice(steps, EXPECTED_STEPS):
             lengths = -np.sort(-self.lengths[self._filled(batches)[1]])
             longest = np.maximum(longest, lengths) if len(longest) else lengths
         self.passes = self._cut(longest) if len(longest) else ()

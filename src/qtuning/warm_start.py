@@ -57,9 +57,11 @@ def find_start(
     answers: AnswerSet,
 ) -> Start:
     """Ask the latest tasks which of them the new prompt should start from."""
+    if settings.warm_start == "none":
+        return Start()
     latest = [snapshots[name] for name in list(snapshots)[-CANDIDATES:]]
     known = [each for each in latest if "imported_from" not in each.facts]
-    if settings.warm_start == "none" or not known:
+    if not known:
         return Start()
     train = split.train.at(range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS)))
     if settings.warm_start == "key":

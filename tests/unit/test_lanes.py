@@ -112,13 +112,13 @@ def test_captured_steps_have_one_shape_and_no_row_is_cut_off(bert, monkeypatch) 
 def test_the_batches_ahead_are_those_that_come(bert) -> None:
     settings = make_settings(**{**SMALL, "epochs": 3, "batch_size": 3})[1]
     fit = Fit(one_lane(bert), settings)
-    ahead = fit.batches_ahead()
+    ahead = list(fit.batches_ahead())
     assert len(ahead) == 3 * -(-len(fit.lane.train) // 3)
     for i, expected in enumerate(ahead):
-        assert fit.batches_ahead() == ahead[i:]
+        assert list(fit.batches_ahead()) == ahead[i:]
         assert fit.next_batch() == expected
         fit.epoch += not fit.pending
-    assert fit.batches_ahead() == []
+    assert list(fit.batches_ahead()) == []
 
 
 def test_lanes_that_are_done_may_stand_still_and_change_nothing(
