@@ -79,7 +79,7 @@ def draw_tried(round_of_tuning: str, tasks: str, picture: str) -> None:
         axis.plot([mean(scores)], [place], "|", color=colour, markersize=16, markeredgewidth=2.5)
     axis.set_yticks(range(len(entries)), [label(entry) for entry in entries], fontsize=8)
     axis.invert_yaxis()
-    axis.set(xlabel=f"average score of {tasks} tasks of the tuning stream, %, SmolLM2-135M")
+    axis.set(xlabel=f"average of {tasks} tuning tasks, %")
     axis.grid(axis="x", alpha=0.3)
     _save(figure, picture)
 
