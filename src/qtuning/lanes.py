@@ -56,7 +56,9 @@ STEPS_OF_A_NEW_PACK = 16.0
 """On a card, steps that could be taken while a pack is built anew and its steps are captured."""
 
 CHECKPOINT_SECONDS = 5.0
-"""Between two checkpoints of lanes that end their epochs at different times."""
+"""Between two checkpoints of lanes that end their epochs at different times, …"""
+CHECKPOINT_SHARE = 0.05
+"""… and of the time, what checkpoints may take where all end theirs together."""
 
 RESUMED = ("epoch", "step", "pending", "losses", "best", "best_epoch", "latest", "stale", "has_begun",
            "is_done", "at_once")  # fmt: skip
@@ -159,8 +161,8 @@ def fit_lanes(
         lanes: What is trained.
         settings: How: all of them, or each.
         report: Called for each lane after each of its epochs.
-        checkpoint: Called when all lanes end an epoch, with all that continuing needs; where they end theirs at
-            different times, every few seconds.
+        checkpoint: Called when all lanes end an epoch, with all that continuing needs; every few seconds where they
+            end theirs at different times, or where epochs are short beside what the call takes.
         resume: What an earlier `checkpoint` was given; training goes on from there, bit for bit.
         tasks_ahead: How many tasks like this one will follow, it included; decides whether compiling pays.
 
@@ -185,8 +187,8 @@ def fit_lanes(
             fit.losses.clear()
             stopped = 0 < fit.settings.patience <= fit.stale
             fit.is_done = stopped or fit.epoch >= fit.epochs
-        if checkpoint and (is_common or engine.is_checkpoint_due()):
-            checkpoint(engine.export())
+        if checkpoint and engine.is_checkpoint_due(is_common):
+            engine.keep(checkpoint)
         engine.replace_finished()
     return [_finish(fit) for fit in engine.fits]
 
@@ -212,7 +214,7 @@ class _Engine:
         planned = self.fits[0].at_once if self.fits else 0  # the plan of a resumed pack is kept
         self.at_once = planned or backbone.at_once or lanes_that_fit(backbone, lanes, each)
         self.running: list[Fit] = []
-        self._kept_at = time.monotonic()
+        self._kept_at, self._cost = time.monotonic(), 0.0
         self._times: list[float] = []
         if backbone.compile != "off":
             backbone.is_captured = backbone.device.type == "cuda"
@@ -377,13 +379,24 @@ class _Engine:
                 better.append(i)
         self.pack.keep_best(better)
 
-    def is_checkpoint_due(self) -> bool:
-        """Whether the last checkpoint is a while ago."""
-        return time.monotonic() - self._kept_at > CHECKPOINT_SECONDS
+    def is_checkpoint_due(self, is_common: bool) -> bool:
+        """Whether the last checkpoint is a while ago: less where all lanes end their epochs, if it was quick."""
+        wait = (
+            min(CHECKPOINT_SECONDS, self._cost / CHECKPOINT_SHARE)
+            if is_common
+            else CHECKPOINT_SECONDS
+        )
+        return time.monotonic() - self._kept_at >= wait
+
+    def keep(self, checkpoint: Checkpoint) -> None:
+        """Make one."""
+        began = time.monotonic()
+        checkpoint(self.export())
+        self._kept_at = time.monotonic()
+        self._cost = self._kept_at - began
 
     def export(self) -> list[FitState]:
         """Every lane, for a checkpoint."""
-        self._kept_at = time.monotonic()
         if self.pack.losses:
             self._collect_losses()
         self._unpack()

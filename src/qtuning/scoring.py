@@ -149,7 +149,7 @@ class Quiz:
         backbone = self.backbone
         if self.prefixes:
             return backbone.hidden_after(batch.reading, self.prefixes, batch.task)
-        if not (backbone.scores_compiled and batch.reading.is_single):
+        if not backbone.scores_compiled:
             return backbone.hidden(batch.reading, bank)
         try:
             with backbone.training_layers():

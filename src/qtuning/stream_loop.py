@@ -145,10 +145,12 @@ def run_streams(
         for run, task in zip(runs, now, strict=True):
             run.state = with_key(run.state, task.name, texts.key(run.splits[task.name]))
         seconds = (time.perf_counter() - began) / len(runs)  # before anything is scored
-        for run, tasks, task in zip(runs, orders, now, strict=True):
+        for run, task in zip(runs, now, strict=True):
             run.seconds[task.name] = seconds
-            _measure_taught(run, i, backbone, tasks, evaluate_with, inner_rows, texts)
             run.done = i
+        _measure_learnt(runs, i, backbone, orders, evaluate_with, inner_rows)
+        if i == len(orders[0]):
+            _measure_last(runs, backbone, orders, evaluate_with, inner_rows, texts)
         del texts  # it must not grow with the stream
         if i < len(orders[0]):
             _measure_inner(runs, i, backbone, orders, evaluate_with, inner_rows)
@@ -232,39 +234,70 @@ class _TextsRead:
         return self._keys(split.train, split.validation)
 
 
-def _measure_taught(
-    run: StreamRun,
+def _measure_learnt(
+    runs: Sequence[StreamRun],
     i: int,
     backbone: Backbone,
-    tasks: Sequence[Task],
+    orders: Sequence[Sequence[Task]],
+    evaluate_with: str,
+    inner_rows: int | None,
+) -> None:
+    """The diagonal: the task each run has just learnt, on all of its test rows.
+
+    A method that adapts to every text is asked at the end only.
+    """
+    cells: list[Cell] = []
+    for run, tasks in zip(runs, orders, strict=True):
+        task = tasks[i - 1]
+        if hasattr(run.state, "adapted"):
+            run.when_learnt[task.name] = torch.zeros(0)
+        else:
+            cells.append((run, i - 1, task, run.splits[task.name].test))
+    for cell, found in _ask(cells, backbone, evaluate_with):
+        run, _, task, _ = cell
+        run.when_learnt[task.name] = found
+        _note(cell, i, found, inner_rows)
+
+
+def _measure_last(
+    runs: Sequence[StreamRun],
+    backbone: Backbone,
+    orders: Sequence[Sequence[Task]],
     evaluate_with: str,
     inner_rows: int | None,
     texts: _TextsRead,
 ) -> None:
-    """Row i of the matrix: its diagonal, and at the end all of it; of a method that adapts to every text, only then."""
-    is_last = i == len(tasks)
-    if hasattr(run.state, "adapted") and not is_last:
-        run.when_learnt[tasks[i - 1].name] = torch.zeros(0)
-        return
-    finders = {p: Finder(keys_of(run.state.snapshots, p)) for p in (False, True)} if is_last else {}
-    for j, task in enumerate(tasks[:i]) if is_last else [(i - 1, tasks[i - 1])]:
-        rows = run.splits[task.name].test
-        sample = _sample_places(len(rows), task.name, inner_rows)
-        found = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
-        run.matrix[i, j] = _score(task, rows, found)
-        run.sampled[i, j] = _score(task, rows.at(sample), found[sample])
-        if j == i - 1:
-            run.when_learnt[task.name] = found
-        if is_last:
-            then, again = run.when_learnt[task.name], found
-            if j == i - 1 and len(then):
-                again = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
-            run.unchanged[task.name] = torch.equal(again, then) if len(then) else None
+    """The last row: every task on all of its test rows, and what can be said of it at the end.
+
+    Asked in the company in which it was asked when learnt: only then must the answers be the same bytes.
+    """
+    count = len(orders[0])
+    finders = [
+        {p: Finder(keys_of(run.state.snapshots, p)) for p in (False, True)} for run in runs
+    ]  # fmt: skip
+    by_run = {id(run): finder for run, finder in zip(runs, finders, strict=True)}
+    for j in range(count):
+        cells: list[Cell] = [
+            (run, j, tasks[j], run.splits[tasks[j].name].test)
+            for run, tasks in zip(runs, orders, strict=True)
+        ]
+        for cell, found in _ask(cells, backbone, evaluate_with):
+            run, _, task, rows = cell
+            _note(cell, count, found, inner_rows)
+            then = run.when_learnt[task.name]
+            run.unchanged[task.name] = torch.equal(found, then) if len(then) else None
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
-            run.found[task.name] = _task_free(
-                finders[task.is_pair], texts.features(tuple(rows.texts)), task, rows, guess
-            )
+            finder, features = by_run[id(run)][task.is_pair], texts.features(tuple(rows.texts))
+            run.found[task.name] = _task_free(finder, features, task, rows, guess)
+
+
+def _note(cell: Cell, i: int, found: Tensor, inner_rows: int | None) -> None:
+    """Row i of a cell's column: on all test rows, and on the few that every row of the matrix has."""
+    run, j, task, rows = cell
+    sample = _sample_places(len(rows), task.name, inner_rows)
+    run.matrix[i, j] = _score(task, rows, found)
+    run.sampled[i, j] = _score(task, rows.at(sample), found[sample])
 
 
 def _measure_inner(
@@ -275,24 +308,31 @@ def _measure_inner(
     evaluate_with: str,
     inner_rows: int | None,
 ) -> None:
-    """Row i of the matrices left of their diagonal, on a few rows of each task; in one go where that is possible."""
-    together: list[Cell] = []
-    for run, tasks in zip(runs, orders, strict=True):
-        if hasattr(run.state, "adapted"):
-            continue
-        for j, task in enumerate(tasks[: i - 1]):
-            rows = _sampled(run, task, inner_rows)
-            if answers_from_snapshots(run.state) and evaluate_with == "snapshot":
-                together.append((run, j, task, rows))
-                continue
-            found = _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
-            run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
+    """Row i of the matrices left of their diagonal, on a few rows of each task."""
+    cells: list[Cell] = [
+        (run, j, task, _sampled(run, task, inner_rows))
+        for run, tasks in zip(runs, orders, strict=True)
+        if not hasattr(run.state, "adapted")
+        for j, task in enumerate(tasks[: i - 1])
+    ]
+    for (run, j, task, rows), found in _ask(cells, backbone, evaluate_with):
+        run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
+
+
+def _ask(
+    cells: Sequence[Cell], backbone: Backbone, evaluate_with: str
+) -> Iterator[tuple[Cell, Tensor]]:
+    """Log-probabilities [rows, labels] of every cell: in one go where snapshots answer, else one by one."""
+    together = []
+    for cell in cells:
+        run, _, task, rows = cell
+        if evaluate_with == "snapshot" and answers_from_snapshots(run.state):
+            together.append(cell)
+        else:
+            yield cell, _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
     for some in _batched(together, CELLS_AT_ONCE):
         asked = [(run.state.snapshots[task.name], rows.texts) for run, _, task, rows in some]
-        for (run, j, task, rows), found in zip(
-            some, predict_together(backbone, asked), strict=True
-        ):
-            run.matrix[i, j] = run.sampled[i, j] = _score(task, rows, found)
+        yield from zip(some, predict_together(backbone, asked), strict=True)
 
 
 def _task_free(
