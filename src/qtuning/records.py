@@ -312,7 +312,9 @@ def _truncate(path: Path, size: int) -> None:
 
 def to_json(matrix: Any) -> list[list[float | None]]:
     """A matrix with None for nan."""
-    return [[None if np.isnan(x) else float(x) for x in row] for row in matrix]
+    numbers = np.asarray(matrix, dtype=np.float64)
+    known: list[list[float | None]] = np.where(np.isnan(numbers), None, numbers).tolist()
+    return known
 
 
 def _from_json(rows: Sequence[Sequence[float | None]]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -437,6 +438,28 @@ def test_scoring_goes_on_where_compiled_layers_fail(monkeypatch: pytest.MonkeyPa
         assert torch.equal(score(backbone, queries)[0], expected)
     assert torch.equal(score(backbone, queries)[0], expected)
     assert tried == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_several_paths_are_scored_compiled_as_well(kind: str) -> None:
+    """Texts of any length, one compilation; both kinds of batch."""
+    backbone = make_backbone(kind)
+    words = ["up left", "down right", "down left up"], ["no", "yes"]
+    texts = ["good", "bad soup", "good soup and bad soup " * 3]
+    queries = [
+        Query(Answerer(bank_of(backbone, 2), backbone.answers(own)), tokens)
+        for own in words
+        for tokens in backbone.tokenize(texts, 2, 3)
+    ]
+    expected = score(backbone, queries)
+    backbone.is_compiled = backbone.for_all_lengths = True
+    backbone.compile = "dynamic"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*without compiling")
+        found = [*score(backbone, queries[:3]), *score(backbone, queries[3:])]
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 def test_rows_with_one_path_are_read_apart_from_those_with_several() -> None:
