@@ -127,6 +127,7 @@ def test_lanes_that_are_done_may_stand_still_and_change_nothing(
     """As on a card, where a new pack for the last few steps would cost more than it saves."""
     settings = [make_settings(**{**SMALL, "epochs": 1 + i % 3})[1] for i in range(6)]
     monkeypatch.setattr(Pack, "has_fixed_shapes", True)
+    monkeypatch.setattr("qtuning.lanes.CHECKPOINT_SHARE", float("inf"))  # after every epoch
     found, packs, original = [], [], Pack.__init__
     for steps in (0.0, 1e9):
         built: list = []
@@ -210,6 +211,24 @@ def test_lanes_that_end_at_different_times_are_kept_every_few_seconds(
     lanes = make_lanes(bert)[:2]  # two and three batches an epoch
     fit_lanes(bert, lanes, settings, ends.append, checkpoint=lambda states: kept.append(len(ends)))
     assert kept == ([1, 2, 3, 4] if expected == "every" else [4])
+
+
+def test_checkpoints_take_a_share_of_the_time_at_most(bert, monkeypatch) -> None:
+    """A clock that moves by a second an epoch, and by ten for every checkpoint: one in two hundred epochs."""
+    clock, kept = [0.0], []
+    monkeypatch.setattr("qtuning.lanes.CHECKPOINT_SECONDS", 1e9)
+    monkeypatch.setattr("qtuning.lanes.time.monotonic", lambda: clock[0])
+
+    def ended(progress) -> None:
+        clock[0] += 1.0
+
+    def keep(states) -> None:
+        kept.append(states[0][1]["epoch"])
+        clock[0] += 10.0
+
+    settings = make_settings(**{**SMALL, "epochs": 402, "batch_size": 64, "validate_every": 500})[1]
+    fit_lanes(bert, [one_lane(bert)], settings, ended, checkpoint=keep)
+    assert kept == [1, 201, 401]
 
 
 def cut_of(backbone, lanes) -> tuple:
