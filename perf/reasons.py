@@ -1,4 +1,4 @@
-"""The pictures of docs/findings.md, from committed records: reasons-scale, -length, -starts, -tasks, -transfer.png.
+"""The pictures of docs/findings.md, reasons-*.png, from committed records.
 
 Run: python perf/reasons.py
 """
@@ -19,6 +19,14 @@ from matplotlib import pyplot
 RESULTS = Path(__file__).parent / "results"
 RECORDS = Path(__file__).parents[1] / "results"
 OURS, OTHERS, CONTROL = "#1b7f5c", "#8a8f98", "#c2543d"
+MARKS = {
+    "per-task-prompt-long": ("D", CONTROL),
+    "per-task-prompt": ("o", OTHERS),
+    "shared-prompt": ("v", CONTROL),
+    "prog-prompt": ("x", OTHERS),
+    "q-tuning": ("s", OURS),
+    "q-tuning-plus": ("^", OURS),
+}
 
 
 def scales() -> tuple[list[str], np.ndarray]:
@@ -87,15 +95,9 @@ def draw_tried(round_of_tuning: str, tasks: str, picture: str) -> None:
 def draw_tasks() -> None:
     """A line for every task, a mark for every method: where the methods differ."""
     tasks, found = when_learnt()
-    marks = {
-        "per-task-prompt-long": ("D", CONTROL),
-        "per-task-prompt": ("o", OTHERS),
-        "prog-prompt": ("x", OTHERS),
-        "q-tuning": ("s", OURS),
-        "q-tuning-plus": ("^", OURS),
-    }
     figure, axis = pyplot.subplots(figsize=(7.5, 4.6))
-    for method, (mark, colour) in marks.items():
+    for method in found:
+        mark, colour = MARKS[method]
         axis.plot(
             found[method], range(len(tasks)), mark, color=colour, label=method, alpha=0.85, ms=7
         )
@@ -105,6 +107,41 @@ def draw_tasks() -> None:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, loc="lower right")
     _save(figure, "reasons-tasks.png")
+
+
+def draw_lifelong() -> None:
+    """How far each method is from a short prompt per task after so many tasks, and what one more task costs."""
+    record = json.loads((RECORDS / "lifelong-smollm2-63.json").read_text())
+    so_far = {
+        method: np.mean(
+            [
+                np.cumsum(list(own.values())) / np.arange(1, len(own) + 1)
+                for seeds in orders.values()
+                for seed, own in seeds.items()
+                if seed == "0"  # which every method has
+            ],
+            axis=0,
+        )
+        for method, orders in record["scores"].items()
+    }
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.6))
+    places = np.arange(1, record["tasks_learnt"] + 1)
+    base = so_far.pop("per-task-prompt")
+    left.axhline(0, color=OTHERS, label="per-task-prompt")
+    for method, scores in so_far.items():
+        mark, colour = MARKS[method]
+        ahead = 100 * (scores - base)
+        left.plot(places, ahead, f"-{mark}", color=colour, label=method, ms=5, markevery=10)
+    left.set(xlabel="tasks learnt", ylabel="points above per-task-prompt", xlim=(5, None))
+    left.set(title="average so far", ylim=(-1, 5))
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    right.plot(places[1:], record["seconds"][1:], "o", color=OURS, ms=4)
+    right.set(xlabel="task", ylabel="seconds of a run to learn it", ylim=(0, 1))
+    right.set(title="the cost of one more task")
+    right.grid(alpha=0.3)
+    right.spines[["top", "right"]].set_visible(False)
+    _save(figure, "reasons-lifelong.png")
 
 
 def draw_transfer() -> None:
@@ -163,4 +200,5 @@ if __name__ == "__main__":
     draw_tried("averaged", "five", "reasons-length.png")
     draw_tried("starts", "all eight", "reasons-starts.png")
     draw_tasks()
+    draw_lifelong()
     draw_transfer()

@@ -431,6 +431,63 @@ def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
     assert said in page
 
 
+def test_the_findings_on_seventy_tasks_are_those_of_the_scores() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "results" / "lifelong-smollm2-63.json").read_text())
+    kinds = ("banking77", "dbpedia-14", "yahoo", "emotion", "others")
+
+    def kind(task: str) -> str:
+        return next((each for each in kinds if task.startswith(f"{each}-")), "others")
+
+    shown, seeds = between(page, "lifelong"), {}
+    assert len(shown) == len(record["scores"])
+    for method, orders in record["scores"].items():
+        runs = [own for each in orders.values() for own in each.values()]
+        assert {len(own) for own in runs} == {63}
+        seeds[method] = [
+            100 * mean(mean(each[seed].values()) for each in orders.values())
+            for seed in sorted(orders["order-11"])
+        ]
+        each = ", ".join(f"{score:.1f}" for score in seeds[method])
+        parts = [
+            100 * mean(s for own in runs for task, s in own.items() if kind(task) == which)
+            for which in kinds
+        ]
+        cells = " | ".join(f"{part:.1f}" for part in parts)
+        pattern = (
+            rf"\| `{method}` \| \d+ \| {mean(seeds[method]):.1f} \| {each} \| {re.escape(cells)} \|"
+        )
+        assert any(re.fullmatch(pattern, line) for line in shown)
+
+    def ahead(first: str, second: str, places: slice = slice(None)) -> list[float]:
+        own, other = record["scores"][first], record["scores"][second]
+        return [
+            100
+            * (mean(list(own[o][s].values())[places]) - mean(list(other[o][s].values())[places]))
+            for o in own
+            for s in own[o]
+        ]
+
+    alone, shared = ahead("q-tuning", "per-task-prompt"), ahead("q-tuning", "shared-prompt")
+    assert min(alone) > 0
+    assert f"Q-tuning is {mean(alone):.1f} points above per-task prompts" in page
+    assert all(a < b for a, b in zip(seeds["q-tuning"], seeds["shared-prompt"], strict=True))
+    assert f"It is {-mean(shared):.1f} below the shared prompt" in page
+    early, late = (
+        mean(ahead("q-tuning", "per-task-prompt", slice(*cut))) for cut in ((5, 15), (15, 63))
+    )
+    assert f"{early:.1f} points\n  on tasks 6 to 15, {late:.1f} on tasks 16 to 63" in page
+    seconds = record["seconds"]
+    said = "{:.2f} seconds of a run for tasks 54 to 63, {:.2f} for tasks 2 to 11"
+    assert said.format(mean(seconds[-10:]), mean(seconds[1:11])) in page
+    (live,) = set(record["live_tensor_bytes"])
+    assert f"{live / 2**20:.0f} MiB" in page
+    claim = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    methods = ("q-tuning", "per-task-prompt", "shared-prompt")
+    each = ", ".join(f"{mean(seeds[m]):.1f} ± {stdev(seeds[m]):.1f}" for m in methods)
+    assert f"| {each} |" in claim
+
+
 def test_the_findings_figures_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     averaged = json.loads((ROOT / "results" / "tuning-smollm2-averaged.json").read_text())["tried"]

@@ -104,14 +104,16 @@ class Quiz:
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
         lengths, tails, copies = [], [], []
+        takes_branches = backbone.takes_branches
+        may_branch = backbone.answer_follows_text and takes_branches
         for row, i in zip(rows, asked, strict=True):
             paths, steps = len(row.paths), answers[i].longest
-            branches = backbone.answer_follows_text and backbone.takes_branches and paths > 1
+            branches = may_branch and paths > 1
             lengths.append(
                 len(row.slots) + len(row.tokens.ids) + (0 if branches else paths * steps)
             )
             tails.append((paths, steps) if branches else (0, 0))
-            copies.append(1 if backbone.takes_branches else paths)
+            copies.append(1 if takes_branches else paths)
         if prefixes:
             rows = [Row(row.tokens, (), row.paths) for row in rows]
         # rows with one path are read by faster kernels, but the few texts of a request had better stay together

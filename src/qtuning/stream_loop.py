@@ -124,7 +124,8 @@ def run_streams(
         test_limit: Test rows per class at most; 0 takes all.
         evaluate_with: `snapshot` answers each task with its own finished vectors; `current` is the
             diagnostic that answers all of them with today's shared prefix and queue.
-        inner_rows: Test rows of the cells that neither the diagonal nor the last row needs; None for all.
+        inner_rows: Test rows of the cells that neither the diagonal nor the last row needs; None for all, 0 to leave
+            those cells out, so that a stream's scoring does not grow with the square of its tasks.
         report: Called after every epoch of every lane.
         after_task: Called with each finished task and the runs that learnt it.
         journal: Keeps the progress on disk, so that a killed pack can go on.
@@ -135,7 +136,7 @@ def run_streams(
     runs = [_begin(course, protocol, test_limit) for course in courses]
     orders = [course.tasks for course in courses]
     fits = journal.resume(runs)
-    if runs[0].done == 0 and fits is None:
+    if runs[0].done == 0 and fits is None and inner_rows != 0:
         _measure_untaught(runs, 0, backbone, orders, inner_rows)
     for i in range(runs[0].done + 1, len(orders[0]) + 1):
         began = time.perf_counter()
@@ -152,7 +153,7 @@ def run_streams(
         if i == len(orders[0]):
             _measure_last(runs, backbone, orders, evaluate_with, inner_rows, texts)
         del texts  # it must not grow with the stream
-        if i < len(orders[0]):
+        if i < len(orders[0]) and inner_rows != 0:
             _measure_inner(runs, i, backbone, orders, evaluate_with, inner_rows)
             _measure_untaught(runs, i, backbone, [t[i : i + 1] for t in orders], inner_rows)
         journal.task(runs)
@@ -295,7 +296,9 @@ def _measure_last(
 def _note(cell: Cell, i: int, found: Tensor, inner_rows: int | None) -> None:
     """Row i of a cell's column: on all test rows, and on the few that every row of the matrix has."""
     run, j, task, rows = cell
-    sample = _sample_places(len(rows), task.name, inner_rows)
+    sample = _sample_places(
+        len(rows), task.name, inner_rows or None
+    )  # without inner cells: all of them
     run.matrix[i, j] = _score(task, rows, found)
     run.sampled[i, j] = _score(task, rows.at(sample), found[sample])
 

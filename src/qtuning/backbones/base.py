@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtuning.backbones.answers import AnswerSet, TokenIds
-from qtuning.backbones.compiled import compiled, repeated_layers
+from qtuning.backbones.compiled import CompiledLayers
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 
@@ -279,7 +279,11 @@ class Backbone:
         """Inside, the model runs as training wants it: compiled where that was decided."""
         if not self.is_compiled:
             return nullcontext()
-        return compiled(repeated_layers(self.model), dynamic=self.for_all_lengths)
+        return self._compiled_layers.in_place(dynamic=self.for_all_lengths)
+
+    @cached_property
+    def _compiled_layers(self) -> CompiledLayers:
+        return CompiledLayers(self.model)
 
     def aligned(self, width: int) -> int:
         """Positions of a sequence as the device's fast kernels want them: eights on a card."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,14 +22,32 @@ def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer for layer in found if id(layer) not in inner]
 
 
-@contextmanager
-def compiled(layers: list[torch.nn.Module], dynamic: bool = False) -> Iterator[None]:
-    """Inside, these layers run compiled, for fixed shapes or for any; outside, they are what they were."""
-    with many_shapes(), ExitStack() as undo:
-        for layer in layers:
-            undo.callback(setattr, layer, "_compiled_call_impl", layer._compiled_call_impl)
-            layer.compile(dynamic=dynamic)  # cheap: what was compiled before is found again
-        yield
+class CompiledLayers:
+    """The layers of a model as they were and compiled, ready to change places."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.layers = repeated_layers(model)
+        self._made: dict[bool, list[Any]] = {}
+        """By whether they are for any shape; making them again would cost more than a pass."""
+
+    @contextmanager
+    def in_place(self, dynamic: bool) -> Iterator[None]:
+        """Inside, the layers run compiled, for fixed shapes or for any; outside, they are what they were."""
+        before = [layer._compiled_call_impl for layer in self.layers]
+        try:
+            if dynamic not in self._made:
+                for layer in self.layers:
+                    layer.compile(dynamic=dynamic)
+                self._made[dynamic] = [layer._compiled_call_impl for layer in self.layers]
+            self._put(self._made[dynamic])
+            with many_shapes():
+                yield
+        finally:
+            self._put(before)
+
+    def _put(self, calls: Sequence[Any]) -> None:
+        for layer, call in zip(self.layers, calls, strict=True):
+            layer._compiled_call_impl = call
 
 
 def many_shapes() -> Any:
