@@ -13,7 +13,7 @@ from qtuning import QTuner, methods
 from qtuning.backbones import weights_sha256
 from qtuning.config import make_settings
 from qtuning.errors import ConfigError
-from qtuning.evaluation import backward_transfer
+from qtuning.evaluation import backward_transfer, forgetting
 from qtuning.methods import list_methods, make_method, register
 from qtuning.stream_loop import run_stream
 from qtuning.tuning import BUDGET, candidates
@@ -71,6 +71,32 @@ def test_the_stream_loop_measures_every_cell(family_backbone, mode: str) -> None
         assert backward_transfer(result.matrix) == 0.0
     else:
         assert not all(result.unchanged.values())  # the queue itself did change
+
+
+@pytest.mark.parametrize("name", ["q-tuning", "prompt-tuning"])
+def test_without_inner_cells_a_task_is_asked_when_learnt_and_at_the_end(
+    family_backbone, name: str
+) -> None:
+    method, train = make_settings(**SMALL)
+    tasks = [make_task(f"task{i}", rows=10, seed=i) for i in range(4)]
+    found = [
+        run_stream(
+            make_method(name, family_backbone, method, train),
+            family_backbone,
+            tasks,
+            train,
+            inner_rows=rows,
+        )
+        for rows in (0, None)
+    ]
+    few, every = found
+    measured = ~np.isnan(few.matrix)
+    assert measured.sum() == 4 + 3
+    assert measured[4].all()
+    assert all(measured[i + 1, i] for i in range(4))
+    assert (few.matrix[measured] == every.matrix[measured]).all()
+    assert forgetting(few.sampled) == -backward_transfer(every.matrix)
+    assert few.unchanged == every.unchanged
 
 
 def test_a_fine_tuned_model_forgets_by_the_same_measure() -> None:
