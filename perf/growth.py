@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten
 
 from qtuning import make_method, wrap_model
 from qtuning.config import make_settings
-from qtuning.lanes import Fit
+from qtuning.fit import Fit
 from qtuning.pack import Pack
 from qtuning.tasks import Task
 

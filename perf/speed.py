@@ -42,7 +42,7 @@ from tests.conftest import WORDS, make_tokenizer
 from qtuning import load_backbone, make_method, wrap_model
 from qtuning.backbones.compiled import repeated_layers
 from qtuning.config import make_settings
-from qtuning.lanes import Fit
+from qtuning.fit import Fit
 from qtuning.pack import Pack
 from qtuning.tasks import Task
 

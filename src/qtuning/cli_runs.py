@@ -142,7 +142,7 @@ def validate(
             said = f"data set {card.name!r} with {len(card.labels)} labels"
         elif "streams" in raw or "parts" in raw:
             packs = expand(read_sweep(raw, file.name))
-            runs = sum(len(pack.configs) * len(pack.seeds) for pack in packs)
+            runs = sum(len(pack.runs) for pack in packs)
             said = f"sweep of {len(packs)} packs, {runs} runs"
         else:
             config = read_run_config(raw, file.name).resolved()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,15 +166,15 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
     there = 0
     for pack in packs:
         for member in pack.members:
-            folders = [run_folder(output, member.config, seed) for seed in pack.seeds]
+            folders = [run_folder(output, member.config, seed) for seed in member.seeds]
             done = sum((folder / "result.json").exists() for folder in folders)
             there += done
-            seeds = " ".join(map(str, pack.seeds))
+            seeds = " ".join(map(str, member.seeds))
             table.add_row(member.name, seeds, f"{done} of {len(folders)}", f"{folders[0]}")
         if pack is not packs[-1]:
             table.add_section()
     console.print(table)
-    runs = sum(len(pack.configs) * len(pack.seeds) for pack in packs)
+    runs = sum(len(pack.runs) for pack in packs)
     console.print(f"{len(packs)} packs, {runs} runs, {there} of them finished", highlight=False)
 
 
@@ -212,9 +213,10 @@ def _print_outcomes(found: Sequence[Outcome], output: Path) -> None:
     finished = [each for each in found if not each.error]
     failed = [each for each in found if each.error]
     for each in finished:
-        count = len(each.pack.seeds)
+        scores = iter(each.scores)
         for i, member in enumerate(each.pack.members):
-            mean = sum(each.scores[i * count : (i + 1) * count]) / count
+            count = len(member.seeds)
+            mean = sum(islice(scores, count)) / count
             seconds = "" if i else f"{each.seconds:.0f}"
             table.add_row(member.name, str(count), f"{mean:.1%}", seconds)
     if finished:

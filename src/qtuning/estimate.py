@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qtuning.config import TrainSettings
-from qtuning.lanes import Fit
+from qtuning.fit import Fit
 from qtuning.pack import Pack
 from qtuning.protocols import make_split
 from qtuning.records import memory

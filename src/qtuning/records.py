@@ -38,7 +38,7 @@ from torch import Tensor
 
 from qtuning.errors import RecordError
 from qtuning.files import sha256_of, write_atomic
-from qtuning.lanes import FitState
+from qtuning.fit import FitState
 from qtuning.snapshots import Snapshot
 from qtuning.stream_loop import Journal, StreamRun
 from qtuning.tensors import part

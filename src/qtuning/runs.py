@@ -115,12 +115,11 @@ def run(
 
     `options` are those of `run_together`.
     """
-    return run_together([config], seeds, root, **options)
+    return run_together([(config, seed) for seed in seeds], root, **options)
 
 
 def run_together(
-    configs: Sequence[RunConfig],
-    seeds: Sequence[int],
+    wanted: Sequence[tuple[RunConfig, int]],
     root: Path,
     *,
     data: str | None = None,
@@ -131,16 +130,15 @@ def run_together(
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
     started: Callable[[Backbone, list[Task]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """The seeds of configs that can share a pack, all as its lanes: config by config, seed by seed.
+    """Configs with a seed each that can share a pack, all as its lanes; their records in the same order.
 
     They may differ in stream, method and settings; see `check_company`.
 
     `device`, `compile` and `lanes` say how a run is computed, not what it is: see `load_backbone`.
     """
-    configs = [config.resolved() for config in configs]
-    check_company(configs)
+    wanted = [(config.resolved(), seed) for config, seed in wanted]
+    check_company([config for config, _ in wanted])
     how = {"device": device, "compile": compile, "lanes": lanes}
-    wanted = [(config, seed) for config in configs for seed in seeds]
     folders = [run_folder(root, config, seed) for config, seed in wanted]
 
     def unfinished() -> list[int]:
@@ -153,7 +151,7 @@ def run_together(
                 _check_config(folders[i], *wanted[i])
             if todo:
                 own = [folders[i] for i in todo]
-                tasks = len(get_stream(configs[0].stream).tasks)
+                tasks = len(get_stream(wanted[0][0].stream).tasks)
                 pack = pack_file(own, tasks, [folder.parent for folder in folders])
                 _run_pack([wanted[i] for i in todo], own, pack, data, how, report, after_task, started)  # fmt: skip
     return [read_json(folder / "result.json") for folder in folders]

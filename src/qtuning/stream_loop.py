@@ -20,8 +20,9 @@ from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
 from qtuning.errors import ConfigError, unknown
 from qtuning.evaluation import Matrix, score_parts, score_predictions
+from qtuning.fit import FitState
 from qtuning.keys import Finder, keys_of, learn_key, read_features, with_key
-from qtuning.lanes import FitState, Report, fit_lanes
+from qtuning.lanes import Report, fit_lanes
 from qtuning.methods import Method
 from qtuning.protocols import make_split
 from qtuning.seeding import numpy_generator

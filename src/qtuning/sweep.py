@@ -59,7 +59,7 @@ class Pack:
     seeds: tuple[int, ...]
     varied: Mapping[str, Any] = field(default_factory=dict)
     company: tuple[Pack, ...] = ()
-    """With the same seeds, and no company of their own."""
+    """With seeds, but no company, of their own."""
 
     @property
     def members(self) -> list[Pack]:
@@ -67,9 +67,9 @@ class Pack:
         return [replace(self, company=()), *self.company]
 
     @property
-    def configs(self) -> list[RunConfig]:
-        """Of all members."""
-        return [member.config for member in self.members]
+    def runs(self) -> list[tuple[RunConfig, int]]:
+        """Config and seed of every run, member by member."""
+        return [(member.config, seed) for member in self.members for seed in member.seeds]
 
     @property
     def name(self) -> str:
@@ -252,11 +252,11 @@ def _grid(sweep: Sweep) -> Iterator[Pack]:
 
 
 def _joined(packs: Iterable[tuple[Pack, bool | str]]) -> list[Pack]:
-    """Packs whose runs can share one, with the same seeds, as one; of some only those that differ in their stream."""
+    """Packs whose runs can share one as one; of some only those that differ in nothing but their stream."""
     found: dict[tuple[Any, ...], Pack] = {}
     for pack, together in packs:
         alone = replace(pack.config, stream="").short_hash() if together == "streams" else ""
-        key = company_of(pack.config), alone, pack.seeds
+        key = company_of(pack.config), alone
         first = found.setdefault(key, pack)
         if first is not pack:
             found[key] = replace(first, company=(*first.company, pack))
@@ -288,8 +288,7 @@ def _try_pack(pack: Pack, place: Place) -> Outcome:
     try:
         torch.set_num_threads(place.threads or threads)
         found = run_together(
-            pack.configs,
-            pack.seeds,
+            pack.runs,
             place.root,
             data=place.data,
             device=place.device,

@@ -25,9 +25,10 @@ from qtuning.collection import (
 from qtuning.config import make_settings, settings_dict
 from qtuning.errors import CollectionError, ConfigError, TaskError, unknown
 from qtuning.evaluation import score_predictions
+from qtuning.fit import FitState
 from qtuning.hub import check_repo, local_folder, push_folder
 from qtuning.keys import Found, learn_key, with_key
-from qtuning.lanes import FitState, Report, fit_lanes
+from qtuning.lanes import Report, fit_lanes
 from qtuning.methods import make_method
 from qtuning.predictor import Answer, Predictor, check_texts, make_predictor
 from qtuning.progress import LearningBar

@@ -14,7 +14,8 @@ import torch
 
 from qtuning.config import make_settings
 from qtuning.errors import TrainingError
-from qtuning.lanes import TIMED_STEPS, Fit, Progress, _Engine, compiling_pays, fit_lanes
+from qtuning.fit import Fit
+from qtuning.lanes import TIMED_STEPS, Progress, _Engine, compiling_pays, fit_lanes
 from qtuning.methods import make_method
 from qtuning.pack import Pack
 from qtuning.stack import GROUPS, LaneStack

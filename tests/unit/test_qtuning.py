@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from qtuning.config import make_settings
-from qtuning.lanes import Fit, fit_lanes
+from qtuning.fit import Fit
+from qtuning.lanes import fit_lanes
 from qtuning.methods import make_method
 from qtuning.pack import Pack
 from qtuning.seeding import torch_generator

@@ -233,13 +233,13 @@ def test_a_pack_that_fails_leaves_the_others_finished(
 
     real = sweep.run_together
 
-    def fails(configs: Any, *args: Any, **options: Any) -> Any:
-        config = configs[0]
+    def fails(runs: Any, *args: Any, **options: Any) -> Any:
+        config = runs[0][0]
         if config.settings["prompt_length"] == 3:
             raise TrainingError("the loss\nis nan; lower prompt_lr.")
         if config.settings["prompt_length"] == 4:
             raise ZeroDivisionError("by zero")
-        return real(configs, *args, **options)
+        return real(runs, *args, **options)
 
     monkeypatch.setattr(sweep, "run_together", fails)
     plain = {key: value for key, value in TINY.items() if key != "prompt_length"}

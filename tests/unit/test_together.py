@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,13 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, RunCon
 
 
 def together(configs: dict[str, RunConfig], root: str, **options: Any) -> list[dict[str, Any]]:
-    return run_together([configs["a"], configs["b"]], [0, 1], Path(root), device="cpu", **options)
+    return run_together(
+        with_seeds([configs["a"], configs["b"]], 0, 1), Path(root), device="cpu", **options
+    )
+
+
+def with_seeds(configs: Sequence[RunConfig], *seeds: int) -> list[tuple[RunConfig, int]]:
+    return [(config, seed) for config in configs for seed in seeds]
 
 
 def test_every_run_ends_as_it_would_alone(configs: dict[str, RunConfig]) -> None:
@@ -88,7 +95,7 @@ def mixed(configs: dict[str, RunConfig]) -> list[RunConfig]:
 
 def test_methods_and_settings_share_a_pack_and_end_as_alone(configs: dict[str, RunConfig]) -> None:
     """Other learning rates, epochs, averages, clipping and batches in the same passes."""
-    packed = run_together(mixed(configs), [0, 1], Path("packed"), device="cpu")
+    packed = run_together(with_seeds(mixed(configs), 0, 1), Path("packed"), device="cpu")
     assert [(r["method"], r["seed"]) for r in packed] == [
         (m, s) for _, m, _ in MIXED for s in (0, 1)
     ]
@@ -106,7 +113,10 @@ def test_methods_and_settings_share_a_pack_and_end_as_alone(configs: dict[str, R
 def test_lanes_of_a_mixed_pack_can_be_told_apart(configs: dict[str, RunConfig]) -> None:
     names: set[str] = set()
     run_together(
-        mixed(configs)[:2], [0], Path("named"), device="cpu", report=lambda now: names.add(now.lane)
+        with_seeds(mixed(configs)[:2], 0),
+        Path("named"),
+        device="cpu",
+        report=lambda now: names.add(now.lane),
     )
     first, second = (config.resolved().short_hash() for config in mixed(configs)[:2])
     assert f"spam, seed 0, q-tuning {first}" in names
@@ -122,12 +132,12 @@ def test_texts_that_runs_share_are_read_once(
     counted: list[int] = []
     real = stream_loop.learn_key
     monkeypatch.setattr(stream_loop, "learn_key", lambda *a: counted.append(1) or real(*a))
-    run_together([configs["a"], mixed(configs)[3]], [0], Path("shared"), device="cpu")
+    run_together(with_seeds([configs["a"], mixed(configs)[3]], 0), Path("shared"), device="cpu")
     assert len(counted) == 3  # two runs, three tasks
 
 
 def test_a_mixed_pack_goes_on_with_the_same_bytes(configs: dict[str, RunConfig]) -> None:
-    run_together(mixed(configs), [0], Path("whole"), device="cpu")
+    run_together(with_seeds(mixed(configs), 0), Path("whole"), device="cpu")
     epochs: list[int] = []
 
     def stop(now: Any) -> None:
@@ -136,9 +146,9 @@ def test_a_mixed_pack_goes_on_with_the_same_bytes(configs: dict[str, RunConfig])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_together(mixed(configs), [0], Path("stopped"), device="cpu", report=stop)
+        run_together(with_seeds(mixed(configs), 0), Path("stopped"), device="cpu", report=stop)
     assert list(Path("stopped").rglob("state/*.safetensors"))
-    run_together(mixed(configs), [0], Path("stopped"), device="cpu")
+    run_together(with_seeds(mixed(configs), 0), Path("stopped"), device="cpu")
     whole, stopped = (
         {
             file.relative_to(root): file.read_bytes()
@@ -169,10 +179,12 @@ def test_a_run_that_began_again_in_other_company_is_not_taken_for_the_first(
 
     for company, tasks in (([other, one], 1), ([one], 2)):
         with pytest.raises(KeyboardInterrupt):
-            run_together(company, [0], Path("q"), device="cpu", after_task=stop_after(tasks))
+            run_together(
+                with_seeds(company, 0), Path("q"), device="cpu", after_task=stop_after(tasks)
+            )
     with pytest.warns(UserWarning, match="begun again in other company"):
-        found = run_together([other, one], [0], Path("q"), device="cpu")
-    clean = run_together([other, one], [0], Path("clean"), device="cpu")
+        found = run_together(with_seeds([other, one], 0), Path("q"), device="cpu")
+    clean = run_together(with_seeds([other, one], 0), Path("clean"), device="cpu")
     for result, expected in zip(found, clean, strict=True):
         rows = [[task["prompt_rows"] for task in r["tasks"].values()] for r in (result, expected)]
         assert rows == [[4, 6, 8], [4, 6, 8]]
@@ -221,7 +233,7 @@ def test_what_cannot_share_a_pack_is_refused(configs: dict[str, RunConfig]) -> N
         with pytest.raises(
             ConfigError, match="differ in stream, method, preset and settings alone"
         ):
-            run_together([configs["a"], other], [0], Path("refused"))
+            run_together(with_seeds([configs["a"], other], 0), Path("refused"))
 
 
 def test_a_sweep_joins_streams_of_equal_length(configs: dict[str, RunConfig]) -> None:
@@ -235,7 +247,7 @@ def test_a_sweep_joins_streams_of_equal_length(configs: dict[str, RunConfig]) ->
     apart = expand(read_sweep(raw, "x.yaml"))
     joined = expand(read_sweep({**raw, "together": True}, "x.yaml"))
     assert len(apart) == 6
-    assert [[(c.method, c.stream) for c in pack.configs] for pack in joined] == [
+    assert [[(c.method, c.stream) for c, _ in pack.runs] for pack in joined] == [
         [("per-task-prompt", "a.yaml"), ("q-tuning", "a.yaml"),
          ("per-task-prompt", "b.yaml"), ("q-tuning", "b.yaml")],
         [("per-task-prompt", "c.yaml"), ("q-tuning", "c.yaml")],
@@ -246,14 +258,36 @@ def test_a_sweep_joins_streams_of_equal_length(configs: dict[str, RunConfig]) ->
     assert len(found[0].scores) == 2
     assert len(list(Path("here").rglob("result.json"))) == 2
     weights = expand(read_sweep({**raw, "methods": ["ewc", "replay"], "together": True}, "x.yaml"))
-    assert [len(pack.configs) for pack in weights] == [2, 2, 1, 1]  # orders share, methods do not
+    assert [len(pack.runs) for pack in weights] == [2, 2, 1, 1]  # orders share, methods do not
     orders = expand(read_sweep({**raw, "together": "streams"}, "x.yaml"))
-    assert [{(c.method, c.stream[0]) for c in pack.configs} for pack in orders] == [
+    assert [{(c.method, c.stream[0]) for c, _ in pack.runs} for pack in orders] == [
         {("per-task-prompt", "a"), ("per-task-prompt", "b")}, {("q-tuning", "a"), ("q-tuning", "b")},
         {("per-task-prompt", "c")}, {("q-tuning", "c")},
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="together must be true, false or streams"):
         read_sweep({**raw, "together": "yes"}, "x.yaml")
+
+
+def test_members_of_a_pack_may_have_seeds_of_their_own(configs: dict[str, RunConfig]) -> None:
+    """As where some methods have six seeds and others three: one pack, and each run as alone."""
+    raw = {
+        "streams": ["c.yaml"],
+        "models": ["model"],
+        "settings": TINY,
+        "test_limit": 4,
+        "together": True,
+        "parts": [
+            {"methods": ["q-tuning"], "seeds": [0, 1, 2]},
+            {"methods": ["per-task-prompt"], "seeds": [1]},
+        ],
+    }
+    (pack,) = expand(read_sweep(raw, "x.yaml"))
+    assert [(config.method, seed) for config, seed in pack.runs] == [
+        ("q-tuning", 0), ("q-tuning", 1), ("q-tuning", 2), ("per-task-prompt", 1),
+    ]  # fmt: skip
+    (found,) = run_here([pack], Place(Path("here"), device="cpu"))
+    alone = [run(c, [seed], Path("alone"), device="cpu")[0] for c, seed in pack.runs]
+    assert found.scores == tuple(each["average_score"] for each in alone)
 
 
 def test_what_is_wrong_with_one_does_not_stop_the_others(configs: dict[str, RunConfig]) -> None:

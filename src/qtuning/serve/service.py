@@ -21,7 +21,8 @@ from typing import Any
 from qtuning.config import settings_dict
 from qtuning.errors import CollectionError, QTuningError, TaskError, unknown
 from qtuning.files import held, sha256_of
-from qtuning.lanes import FitState, Progress
+from qtuning.fit import FitState
+from qtuning.lanes import Progress
 from qtuning.predictor import Answer
 from qtuning.serve.teaching import (
     ENDED,

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from qtuning.files import write_atomic
-from qtuning.lanes import FitState, Progress
+from qtuning.fit import FitState
+from qtuning.lanes import Progress
 from qtuning.records import read_tensors, write_tensors
 from qtuning.tasks import Task
 
