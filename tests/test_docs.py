@@ -482,6 +482,13 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_scores() -> None:
     assert said.format(mean(seconds[-10:]), mean(seconds[1:11])) in page
     (live,) = set(record["live_tensor_bytes"])
     assert f"{live / 2**20:.0f} MiB" in page
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    methods = ("q-tuning", "per-task-prompt", "shared-prompt", CONTROL)
+    said = (
+        "{:.1f} % with Q-tuning, {:.1f} with a short prompt per task, {:.1f} with a long prompt shared by all and\n"
+        "(one seed) {:.1f} with a long prompt per task"
+    )
+    assert said.format(*(mean(seeds[method]) for method in methods)) in readme
     claim = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
     methods = ("q-tuning", "per-task-prompt", "shared-prompt")
     each = ", ".join(f"{mean(seeds[m]):.1f} ± {stdev(seeds[m]):.1f}" for m in methods)
