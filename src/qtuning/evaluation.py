@@ -93,7 +93,7 @@ def average_score(matrix: Matrix) -> float:
 def forgetting(matrix: Matrix) -> float:
     """Mean over all but the last task of (best score so far - final score), 0 if nothing was lost.
 
-    Means something only where all cells of a column were measured on the same rows (`inner_rows=None`).
+    Means something only where all cells of a column were measured on the same rows.
     """
     tasks = matrix.shape[1]
     if tasks < 2:

@@ -53,9 +53,9 @@ STEPS_OF_A_NEW_PACK = 16.0
 """On a card, steps that could be taken while a pack is built anew and its steps are captured."""
 
 CHECKPOINT_SECONDS = 5.0
-"""Between two checkpoints of lanes that end their epochs at different times, …"""
+"""Between two checkpoints of lanes that end their epochs at different times."""
 CHECKPOINT_SHARE = 0.05
-"""… and of the time, what checkpoints may take where all end theirs together."""
+"""Of a pack's time, what checkpoints may take."""
 
 
 def fit_lanes(
@@ -74,8 +74,8 @@ def fit_lanes(
         lanes: What is trained.
         settings: How: all of them, or each.
         report: Called for each lane after each of its epochs.
-        checkpoint: Called when all lanes end an epoch, with all that continuing needs; every few seconds where they
-            end theirs at different times, or where epochs are short beside what the call takes.
+        checkpoint: Called with all that continuing needs: after every epoch of a single lane; of several when all end
+            an epoch, or every few seconds where they do not, and less often where the call takes long.
         resume: What an earlier `checkpoint` was given; training goes on from there, bit for bit.
         tasks_ahead: How many tasks like this one will follow, it included; decides whether compiling pays.
 
@@ -293,16 +293,16 @@ class _Engine:
         self.pack.keep_best(better)
 
     def is_checkpoint_due(self, is_common: bool) -> bool:
-        """Whether the last checkpoint is a while ago: less where all lanes end their epochs, if it was quick."""
-        wait = (
-            min(CHECKPOINT_SECONDS, self._cost / CHECKPOINT_SHARE)
-            if is_common
-            else CHECKPOINT_SECONDS
-        )
+        """After every epoch of a lane alone, which may be stopped there; of a pack, if the last one is a while ago."""
+        if len(self.fits) == 1:
+            return True
+        wait = self._cost / CHECKPOINT_SHARE
+        if not is_common:
+            wait = max(wait, CHECKPOINT_SECONDS)
         return time.monotonic() - self._kept_at >= wait
 
     def keep(self, checkpoint: Checkpoint) -> None:
-        """Make one."""
+        """Hand every lane to the checkpoint, and see how long that takes."""
         began = time.monotonic()
         checkpoint(self.export())
         self._kept_at = time.monotonic()

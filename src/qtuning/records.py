@@ -118,6 +118,13 @@ class RunJournal(Journal):
     def resume(self, runs: Sequence[StreamRun]) -> list[FitState] | None:
         """Put the runs where the last commit left them, unless some of them were begun anew in other company since."""
         if not self.pack.exists():
+            begun = sum((folder / "state").exists() for folder in self.folders)
+            if begun:
+                warnings.warn(
+                    f"{begun} of the {len(self.folders)} runs of {self.pack} were begun in other company: all begin "
+                    f"anew.",
+                    stacklevel=2,
+                )
             self._begin()
             return None
         self.generation = int(read_json(self.pack)["generation"])
@@ -173,9 +180,7 @@ class RunJournal(Journal):
         """Put the finished tasks on disk, take them out of memory, commit."""
         for run, folder in zip(runs, self.folders, strict=True):
             _put_on_disk(run, folder)
-        used = (
-            memory()
-        )  # of the process, so once for all runs: looking at every object takes a while
+        used = memory()  # of the process, so once for all runs
         for run, folder in zip(runs, self.folders, strict=True):
             task, score = run.tasks[run.done - 1], to_json(run.matrix)[run.done][run.done - 1]
             event = {"event": "task", "task": task, "score": score, "seconds": run.seconds[task]}
@@ -313,9 +318,7 @@ def _truncate(path: Path, size: int) -> None:
 
 def to_json(matrix: Any) -> list[list[float | None]]:
     """A matrix with None for nan."""
-    rows = np.asarray(
-        matrix, dtype=np.float64
-    ).tolist()  # before the loop: numpy's own numbers are slow
+    rows = np.asarray(matrix, dtype=np.float64).tolist()  # numpy's own numbers are slow to look at
     return [[None if math.isnan(x) else x for x in row] for row in rows]
 
 
@@ -348,17 +351,23 @@ def locked(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of all tensors alive, and of the process; with a card, of those on it."""
+    """Bytes of all tensors alive, of what torch holds on cards, and of the process."""
     gc.collect()
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return {"live_tensor_bytes": torch.cuda.memory_allocated(), "resident_bytes": _resident()}
     storages: dict[int, int] = {}
+    is_tensor: dict[type, bool] = {}  # asking a class once is what makes this quick
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy modules
+        kind = type(thing)  # isinstance would wake lazy modules
+        if kind not in is_tensor:
+            is_tensor[kind] = issubclass(kind, torch.Tensor)
+        if is_tensor[kind]:
             with contextlib.suppress(RuntimeError):  # what compiling traced with has no memory
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-    return {"live_tensor_bytes": sum(storages.values()), "resident_bytes": _resident()}
+    found = {"live_tensor_bytes": sum(storages.values()), "resident_bytes": _resident()}
+    cards = range(torch.cuda.device_count())
+    if cards:
+        found["card_bytes"] = sum(torch.cuda.memory_allocated(card) for card in cards)
+    return found
 
 
 def _resident() -> int:

@@ -67,7 +67,7 @@ class RunConfig:
     test_limit: int = 250
     """Test rows per class at most; 0 takes all."""
     inner_rows: int = INNER_CELL_ROWS
-    """Test rows of a task each time it is asked between its learning and the end; 0 asks it then alone."""
+    """Test rows of a task each time it is asked between its learning and the end; with 0 it is not asked in between."""
     evaluate_with: str = "snapshot"
     preset: str = ""
     settings: dict[str, Any] = field(default_factory=dict)

@@ -41,7 +41,9 @@ INNER_CELL_ROWS = 64
 """Test rows per task for cells that neither the diagonal nor the last row needs."""
 EVALUATE_WITH = ("snapshot", "current")
 CELLS_AT_ONCE = 256
-"""Tasks of runs that are asked in one go: enough to fill a card, and no more memory for more runs or tasks."""
+"""Tasks of runs that are asked in one go, …"""
+ROWS_AT_ONCE = 16_384
+"""… and their texts: enough to fill a card, and no more memory for more runs or tasks."""
 REMEMBERED = 128
 """Lists of texts whose features are remembered."""
 NO_ROWS = Rows((), ())
@@ -274,10 +276,11 @@ def _measure_last(
     Asked in the company in which it was asked when learnt: only then must the answers be the same bytes.
     """
     count = len(orders[0])
-    finders = [
-        {p: Finder(keys_of(run.state.snapshots, p)) for p in (False, True)} for run in runs
-    ]  # fmt: skip
-    by_run = {id(run): finder for run, finder in zip(runs, finders, strict=True)}
+    finders = {
+        (id(run), is_pair): Finder(keys_of(run.state.snapshots, is_pair))
+        for run in runs
+        for is_pair in (False, True)
+    }
     for j in range(count):
         cells: list[Cell] = [
             (run, j, tasks[j], run.splits[tasks[j].name].test)
@@ -290,16 +293,20 @@ def _measure_last(
             run.unchanged[task.name] = torch.equal(found, then) if len(then) else None
             guess = found.argmax(dim=-1).tolist()
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
-            finder, features = by_run[id(run)][task.is_pair], texts.features(tuple(rows.texts))
-            run.found[task.name] = _task_free(finder, features, task, rows, guess)
+            run.found[task.name] = _task_free(
+                finders[id(run), task.is_pair],
+                texts.features(tuple(rows.texts)),
+                task,
+                rows,
+                guess,
+            )
 
 
 def _note(cell: Cell, i: int, found: Tensor, inner_rows: int | None) -> None:
     """Row i of a cell's column: on all test rows, and on the few that every row of the matrix has."""
     run, j, task, rows = cell
-    sample = _sample_places(
-        len(rows), task.name, inner_rows or None
-    )  # without inner cells: all of them
+    # without inner cells all rows are those that every measured cell has
+    sample = _sample_places(len(rows), task.name, inner_rows or None)
     run.matrix[i, j] = _score(task, rows, found)
     run.sampled[i, j] = _score(task, rows.at(sample), found[sample])
 
@@ -334,7 +341,7 @@ def _ask(
             together.append(cell)
         else:
             yield cell, _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
-    for some in _batched(together, CELLS_AT_ONCE):
+    for some in _batched(together):
         asked = [(run.state.snapshots[task.name], rows.texts) for run, _, task, rows in some]
         yield from zip(some, predict_together(backbone, asked), strict=True)
 
@@ -366,7 +373,7 @@ def _measure_untaught(
                 (run, j, task, _sampled(run, task, inner_rows))
                 for j, task in enumerate(ahead, start=i)
             ]
-    for some in _batched(together, CELLS_AT_ONCE):
+    for some in _batched(together):
         asked = [
             (Snapshot(TaskCard.of(task), run.state.current_layout()), rows.texts)
             for run, _, task, rows in some
@@ -398,10 +405,17 @@ def _score(task: Task, rows: Rows, log_probs: Tensor) -> float:
     return score_predictions(task.metric, rows.labels, guess, rows.groups)
 
 
-def _batched(cells: Sequence[Cell], size: int) -> Iterator[Sequence[Cell]]:
-    """So many at a time."""
-    for first in range(0, len(cells), size):
-        yield cells[first : first + size]
+def _batched(cells: Sequence[Cell]) -> Iterator[Sequence[Cell]]:
+    """As many at a time as may be asked in one go, one at least."""
+    some: list[Cell] = []
+    for cell in cells:
+        rows = sum(len(each[3]) for each in (*some, cell))
+        if some and (len(some) == CELLS_AT_ONCE or rows > ROWS_AT_ONCE):
+            yield some
+            some = []
+        some.append(cell)
+    if some:
+        yield some
 
 
 def _sampled(run: StreamRun, task: Task, size: int | None) -> Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MistralConfig, T5ForConditionalGeneration
 
 from qtuning.backbones import Head, Row, load_backbone, weights_sha256, wrap_model
+from qtuning.backbones.compiled import CompiledLayers
 from qtuning.backbones.kernels import linear_relu
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.backbones.t5 import T5Layers
@@ -442,8 +444,8 @@ def test_scoring_goes_on_where_compiled_layers_fail(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_several_paths_are_scored_compiled_as_well(kind: str) -> None:
-    """Texts of any length, one compilation; both kinds of batch."""
+def test_texts_are_scored_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of any length, labels with one path and with several, none of them in the plain layers."""
     backbone = make_backbone(kind)
     words = ["up left", "down right", "down left up"], ["no", "yes"]
     texts = ["good", "bad soup", "good soup and bad soup " * 3]
@@ -455,11 +457,43 @@ def test_several_paths_are_scored_compiled_as_well(kind: str) -> None:
     expected = score(backbone, queries)
     backbone.is_compiled = backbone.for_all_lengths = True
     backbone.compile = "dynamic"
+    plain, seen, real = [], [], backbone.hidden
+
+    def hidden(reading, bank):
+        layers = backbone._compiled_layers.layers
+        plain.append(any(layer._compiled_call_impl is None for layer in layers))
+        seen.append(reading.is_single)
+        return real(reading, bank)
+
+    monkeypatch.setattr(backbone, "hidden", hidden)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*without compiling")
         found = [*score(backbone, queries[:3]), *score(backbone, queries[3:])]
+    assert set(seen) == {False, True}
+    assert not any(plain)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_compiled_layers_are_put_back_whatever_happens() -> None:
+    backbone = make_backbone("llama")
+    layers = CompiledLayers(backbone.model)
+    assert len(layers.layers) == backbone.model.config.num_hidden_layers
+
+    def now() -> list:
+        return [layer._compiled_call_impl for layer in layers.layers]
+
+    plain = now()
+    with layers.in_place(dynamic=True):
+        outer = now()
+        assert None not in outer
+        with suppress(ValueError), layers.in_place(dynamic=False):
+            assert not set(map(id, now())) & set(map(id, outer))
+            raise ValueError
+        assert now() == outer
+    assert now() == plain == [None] * len(plain)
+    with layers.in_place(dynamic=True):
+        assert all(a is b for a, b in zip(now(), outer, strict=True))  # not made again
 
 
 def test_rows_with_one_path_are_read_apart_from_those_with_several() -> None:

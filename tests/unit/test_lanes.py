@@ -207,6 +207,7 @@ def test_lanes_that_end_at_different_times_are_kept_every_few_seconds(
     bert, monkeypatch, seconds: float, expected: str
 ) -> None:
     monkeypatch.setattr("qtuning.lanes.CHECKPOINT_SECONDS", seconds)
+    monkeypatch.setattr("qtuning.lanes.CHECKPOINT_SHARE", float("inf"))
     settings = make_settings(**{**SMALL, "epochs": 2, "batch_size": 4})[1]
     ends, kept = [], []
     lanes = make_lanes(bert)[:2]  # two and three batches an epoch
@@ -214,22 +215,26 @@ def test_lanes_that_end_at_different_times_are_kept_every_few_seconds(
     assert kept == ([1, 2, 3, 4] if expected == "every" else [4])
 
 
-def test_checkpoints_take_a_share_of_the_time_at_most(bert, monkeypatch) -> None:
-    """A clock that moves by a second an epoch, and by ten for every checkpoint: one in two hundred epochs."""
+@pytest.mark.parametrize(
+    ("lanes", "expected"), [(2, [1, 201, 401]), (1, list(range(1, 403)))], ids=["pack", "alone"]
+)
+def test_checkpoints_take_a_share_of_a_packs_time(
+    bert, monkeypatch, lanes: int, expected: list[int]
+) -> None:
+    """A clock that moves by a second an epoch and by ten a checkpoint; a lane alone may be stopped after any epoch."""
     clock, kept = [0.0], []
-    monkeypatch.setattr("qtuning.lanes.CHECKPOINT_SECONDS", 1e9)
     monkeypatch.setattr("qtuning.lanes.time.monotonic", lambda: clock[0])
 
     def ended(progress) -> None:
-        clock[0] += 1.0
+        clock[0] += 1.0 / lanes
 
     def keep(states) -> None:
         kept.append(states[0][1]["epoch"])
         clock[0] += 10.0
 
     settings = make_settings(**{**SMALL, "epochs": 402, "batch_size": 64, "validate_every": 500})[1]
-    fit_lanes(bert, [one_lane(bert)], settings, ended, checkpoint=keep)
-    assert kept == [1, 201, 401]
+    fit_lanes(bert, [one_lane(bert) for _ in range(lanes)], settings, ended, checkpoint=keep)
+    assert kept == expected
 
 
 def cut_of(backbone, lanes) -> tuple:

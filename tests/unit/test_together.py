@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from qtuning import stream_loop
+from qtuning.cli_sweep import _print_outcomes, _print_packs
 from qtuning.errors import ConfigError
 from qtuning.records import read_tensors
 from qtuning.runs import RunConfig, run, run_together
@@ -177,8 +179,11 @@ def test_a_run_that_began_again_in_other_company_is_not_taken_for_the_first(
 
         return stop
 
-    for company, tasks in (([other, one], 1), ([one], 2)):
-        with pytest.raises(KeyboardInterrupt):
+    for company, tasks, said in (
+        ([other, one], 1, nullcontext()),
+        ([one], 2, pytest.warns(UserWarning, match="1 of the 1 runs .* begun in other company")),
+    ):
+        with said, pytest.raises(KeyboardInterrupt):
             run_together(
                 with_seeds(company, 0), Path("q"), device="cpu", after_task=stop_after(tasks)
             )
@@ -268,7 +273,9 @@ def test_a_sweep_joins_streams_of_equal_length(configs: dict[str, RunConfig]) ->
         read_sweep({**raw, "together": "yes"}, "x.yaml")
 
 
-def test_members_of_a_pack_may_have_seeds_of_their_own(configs: dict[str, RunConfig]) -> None:
+def test_members_of_a_pack_may_have_seeds_of_their_own(
+    configs: dict[str, RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
     """As where some methods have six seeds and others three: one pack, and each run as alone."""
     raw = {
         "streams": ["c.yaml"],
@@ -286,8 +293,41 @@ def test_members_of_a_pack_may_have_seeds_of_their_own(configs: dict[str, RunCon
         ("q-tuning", 0), ("q-tuning", 1), ("q-tuning", 2), ("per-task-prompt", 1),
     ]  # fmt: skip
     (found,) = run_here([pack], Place(Path("here"), device="cpu"))
-    alone = [run(c, [seed], Path("alone"), device="cpu")[0] for c, seed in pack.runs]
-    assert found.scores == tuple(each["average_score"] for each in alone)
+    alone = [
+        run(c, [seed], Path("alone"), device="cpu")[0]["average_score"] for c, seed in pack.runs
+    ]
+    assert list(found.scores) == alone
+    _print_packs([pack], Path("here"))
+    _print_outcomes([found], Path("here"))
+    said = capsys.readouterr().out.splitlines()
+    queue, single = f"{sum(alone[:3]) / 3:.1%}", f"{alone[3]:.1%}"
+    assert any(line.startswith("│ q-tuning") and "3 of 3" in line for line in said)
+    assert any(line.startswith("│ per-task-prompt") and "1 of 1" in line for line in said)
+    assert any(line.startswith("│ q-tuning") and queue in line for line in said)
+    assert any(line.startswith("│ per-task-prompt") and single in line for line in said)
+
+
+def test_cells_are_asked_in_as_many_goes_as_memory_wants(
+    configs: dict[str, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All runs at once, or one after another: the same scores, and the same bytes at the end as when learnt."""
+    sizes: list[list[int]] = []
+    real = stream_loop.predict_together
+
+    def counted(backbone: Any, asked: Any) -> Any:
+        sizes.append([len(texts) for _, texts in asked])
+        return real(backbone, asked)
+
+    monkeypatch.setattr(stream_loop, "predict_together", counted)
+    whole = together(configs, "whole")
+    assert max(map(len, sizes)) == 4  # all runs
+    assert max(map(sum, sizes)) > 20
+    sizes.clear()
+    monkeypatch.setattr(stream_loop, "ROWS_AT_ONCE", 20)
+    cut = together(configs, "cut")
+    assert all(len(asked) == 1 or sum(asked) <= 20 for asked in sizes)
+    assert [result["matrix"] for result in cut] == [result["matrix"] for result in whole]
+    assert all(task["unchanged"] for result in cut for task in result["tasks"].values())
 
 
 def test_what_is_wrong_with_one_does_not_stop_the_others(configs: dict[str, RunConfig]) -> None:
