@@ -216,12 +216,12 @@ def test_lanes_that_end_at_different_times_are_kept_every_few_seconds(
 
 
 @pytest.mark.parametrize(
-    ("lanes", "expected"), [(2, [1, 201, 401]), (1, list(range(1, 403)))], ids=["pack", "alone"]
+    ("lanes", "expected"), [(2, [1, 21, 41]), (1, list(range(1, 43)))], ids=["pack", "alone"]
 )
 def test_checkpoints_take_a_share_of_a_packs_time(
     bert, monkeypatch, lanes: int, expected: list[int]
 ) -> None:
-    """A clock that moves by a second an epoch and by ten a checkpoint; a lane alone may be stopped after any epoch."""
+    """A clock that moves by a second an epoch and by one a checkpoint; a lane alone may be stopped after any epoch."""
     clock, kept = [0.0], []
     monkeypatch.setattr("qtuning.lanes.time.monotonic", lambda: clock[0])
 
@@ -230,9 +230,9 @@ def test_checkpoints_take_a_share_of_a_packs_time(
 
     def keep(states) -> None:
         kept.append(states[0][1]["epoch"])
-        clock[0] += 10.0
+        clock[0] += 1.0
 
-    settings = make_settings(**{**SMALL, "epochs": 402, "batch_size": 64, "validate_every": 500})[1]
+    settings = make_settings(**{**SMALL, "epochs": 42, "batch_size": 64, "validate_every": 50})[1]
     fit_lanes(bert, [one_lane(bert) for _ in range(lanes)], settings, ended, checkpoint=keep)
     assert kept == expected
 
