@@ -175,7 +175,7 @@ class _Engine:
             is_memory = failure.startswith("OutOfMemoryError")
             if is_memory and len(self.moving) > 1:
                 batches = self._with_fewer_lanes(batches)
-            elif self.backbone.is_compiled or self.backbone.is_captured:
+            elif self._is_fast:
                 self._slower(failure)
             else:
                 raise TrainingError(
@@ -199,12 +199,17 @@ class _Engine:
                 self._times.append(self._now() - began)
                 self._compile_if_it_pays()
         except Exception as error:
-            fast = self.backbone.is_compiled or self.backbone.is_captured
-            if not fast and not isinstance(error, torch.OutOfMemoryError):
+            if not self._is_fast and not isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = (str(error).strip() or "no reason given").splitlines()[0][:200]
             return f"{type(error).__name__}: {reason}"
         return None
+
+    @property
+    def _is_fast(self) -> bool:
+        """Whether there is a slower way to take the same steps."""
+        backbone = self.backbone
+        return backbone.is_compiled or backbone.is_captured or backbone.reads_lines
 
     @property
     def _is_deciding(self) -> bool:
@@ -228,15 +233,18 @@ class _Engine:
     def _slower(self, failure: str) -> None:
         """Go on without what failed. The step changed nothing: tensors are moved last."""
         backbone = self.backbone
-        what = "compiled" if backbone.is_compiled else "captured as a CUDA graph"
-        if backbone.is_compiled:
-            backbone.is_compiled = False
+        if backbone.reads_lines:
+            what, backbone.may_read_lines = "read rows without padding", False
+            self.pack.quizzes.clear()
+            self.pack.expect([fit.batches_ahead() for fit in self.running])
+        elif backbone.is_compiled:
+            what, backbone.is_compiled, backbone.compile = "be compiled", False, "off"
         else:
-            backbone.is_captured = False
-        backbone.compile = "off"
+            what, backbone.is_captured = "be captured as a CUDA graph", False
+            backbone.compile = "off"
         self.pack.graphs.forget()
         warnings.warn(
-            f"{backbone.name!r} cannot be {what} here ({failure}): going on without.", stacklevel=2
+            f"{backbone.name!r} cannot {what} here ({failure}): going on without.", stacklevel=2
         )
 
     def _with_fewer_lanes(self, batches: list[list[int]]) -> list[list[int]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, Head, Row
+from qtuning.backbones.extents import Extent, aligned
 from qtuning.config import TrainSettings
 from qtuning.graphs import StepGraphs
 from qtuning.passes import Passes, cut, fits
@@ -63,6 +65,8 @@ class Pack:
                 for r in rows
             ]
         )  # fmt: skip
+        self.prompts = list({id(r.slots): len(r.slots) for r in rows}.values())
+        """Vectors of every prompt; each stands before equally many rows of a step."""
         self.shortest = [
             min(range(len(lane.train)), key=lambda i: len(lane.train[i].ids)) for lane in self.lanes
         ]
@@ -73,7 +77,8 @@ class Pack:
         self.graphs = StepGraphs(backbone.device)
         self.losses: list[Tensor] = []
         """[lanes] for each step since `take_losses`, on the device."""
-        self._quizzes: dict[tuple[int, ...], Quiz] = {}
+        self.quizzes: dict[tuple[int, ...], Quiz] = {}
+        """Validation rows of some lanes, ready to be asked."""
 
     # ── training ─────────────────────────────────────────────────────────────────────────────
 
@@ -119,12 +124,11 @@ class Pack:
 
     def expect(self, ahead: Sequence[Iterable[Sequence[int]]]) -> None:
         """Choose passes that suit the steps to come, from every lane's batches until it ends: one shape to capture."""
-        longest = np.zeros(0, dtype=np.int64)
-        steps = itertools.zip_longest(*ahead, fillvalue=())
-        for batches in itertools.islice(steps, EXPECTED_STEPS):
-            lengths = -np.sort(-self.lengths[self._filled(batches)[1]])
-            longest = np.maximum(longest, lengths) if len(longest) else lengths
-        self.passes = self._cut(longest) if len(longest) else ()
+        steps = itertools.islice(itertools.zip_longest(*ahead, fillvalue=()), EXPECTED_STEPS)
+        found = [-np.sort(-self.lengths[self._filled(batches)[1]]) for batches in steps]
+        if self.backbone.reads_lines:
+            found = [max(found, key=np.sum)] if found else []
+        self.passes = self._cut(np.max(found, axis=0)) if found else ()
 
     def _filled(
         self, batches: Sequence[Sequence[int]]
@@ -154,13 +158,29 @@ class Pack:
             return self._cut(lengths)
         if sum(rows for rows, _ in self.passes) != len(lengths):
             self.passes = self._cut(lengths)
+        if self.backbone.reads_lines:
+            needed = self._cut(lengths)
+            return self.passes if needed[0][1] <= self.passes[0][1] else needed
         if fits(lengths, self.passes):
             return self.passes
         return ((len(lengths), self.backbone.aligned(int(self.lengths.max()))),)  # not expected
 
     def _cut(self, lengths: np.ndarray) -> Passes:
+        """Passes over rows of these lengths; a line of them is one pass, and its positions are the line's."""
         backbone = self.backbone
+        if backbone.reads_lines:
+            rows_of_each, prompted = len(lengths) // len(self.prompts), sum(self.prompts)
+            texts = int(lengths.sum()) - rows_of_each * prompted
+            return ((len(lengths), aligned(texts + prompted)),)
         return tuple((n, backbone.aligned(w)) for n, w in cut(lengths, backbone.device))
+
+    def _read(self, rows: Tensor, positions: int, bank: Tensor) -> Tensor:
+        """[n, t, h] of these rows of the table, in one pass."""
+        if not self.backbone.reads_lines:
+            return self.backbone.hidden(self.reading.at(rows, positions), bank)
+        own, prompted = self.reading.at(rows, self.reading.width), sum(self.prompts)
+        keys = positions + len(rows) // len(self.prompts) * prompted
+        return self.backbone.hidden(replace(own, extent=Extent(positions, keys, prompted)), bank)
 
     def compute(self, step: Step, passes: Passes) -> Tensor:
         """Losses [lanes] of one step, which is taken. Nothing here waits for the device."""
@@ -188,8 +208,8 @@ class Pack:
         bank = torch.cat([stack.bank() for stack in self.stacks])
         rows = torch.split(step.rows, [count for count, _ in passes])
         read = [
-            self.backbone.hidden(self.reading.at(own, width), bank)
-            for own, (_, width) in zip(rows, passes, strict=True)
+            self._read(own, positions, bank)
+            for own, (_, positions) in zip(rows, passes, strict=True)
         ]
         sizes = [batch.example.numel() for batch in step.batches]
         again_sizes = [
@@ -215,15 +235,15 @@ class Pack:
     def validate(self, due: Sequence[int]) -> list[tuple[list[int], float]]:
         """For each of these lanes its predictions on its validation rows, and the mean log-likelihood."""
         key = tuple(due)
-        if key not in self._quizzes:
+        if key not in self.quizzes:
             tokens = [each for i in due for each in self.lanes[i].validation]
             asked = [i for i in due for _ in self.lanes[i].validation]
             answers = [lane.answers for lane in self.lanes]
             slots = [self.slots(i) for i in range(len(self.lanes))]
-            self._quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers)
+            self.quizzes[key] = Quiz(self.backbone, tokens, asked, slots, answers)
         with torch.no_grad():
             bank = torch.cat([stack.bank(stack.averaged) for stack in self.stacks])
-        found = self._quizzes[key].log_probs(bank, self._heads())
+        found = self.quizzes[key].log_probs(bank, self._heads())
         gold = torch.tensor(
             [label for i in due for label in self.lanes[i].validation_labels], device=found.device
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtuning.backbones import AnswerSet, Backbone, Head, Reading, Row, Tokens
+from qtuning.backbones.extents import Extent
 from qtuning.backbones.prefixes import Prefixes, PromptMemory
 
 CPU_TOKENS = 4096
@@ -103,23 +104,18 @@ class Quiz:
         rows = [
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
-        lengths, tails, copies = [], [], []
-        takes_branches = backbone.takes_branches
-        may_branch = backbone.answer_follows_text and takes_branches
-        for row, i in zip(rows, asked, strict=True):
-            paths, steps = len(row.paths), answers[i].longest
-            branches = may_branch and paths > 1
-            lengths.append(
-                len(row.slots) + len(row.tokens.ids) + (0 if branches else paths * steps)
-            )
-            tails.append((paths, steps) if branches else (0, 0))
-            copies.append(1 if takes_branches else paths)
+        self.in_lines = prefixes is None and backbone.reads_lines
+        if self.in_lines:
+            batches = batches_in_lines(rows, backbone)
+        else:
+            steps = [answers[i].longest for i in asked]
+            # rows with one path are read by faster kernels, but the few texts of a request had better stay together
+            batches = _padded_batches(backbone, rows, steps, apart=not prefixes)
         if prefixes:
             rows = [Row(row.tokens, (), row.paths) for row in rows]
-        # rows with one path are read by faster kernels, but the few texts of a request had better stay together
-        batches = batches_by_length(lengths, backbone, copies, tails, apart=not prefixes)
         self.batches = [
-            _QuizBatch.build(backbone, places, rows, asked, answers) for places in batches
+            _QuizBatch.build(backbone, places, rows, asked, answers, self.in_lines)
+            for places in batches
         ]
         self.size = len(rows)
 
@@ -205,9 +201,10 @@ class _QuizBatch:
         rows: Sequence[Row],
         asked: Sequence[int],
         answers: Sequence[AnswerSet],
+        in_line: bool,
     ) -> _QuizBatch:
         tables = {i: _label_table(answers[i]) for i in {asked[place] for place in places}}
-        reading = backbone.prepare([rows[place] for place in places])
+        reading = _prepared(backbone, [rows[place] for place in places], in_line)
         steps = reading.path.shape[1] + 1
         labels = max(table.shape[2] for table in tables.values())
         padded = np.full((len(reading.owner), steps, labels), -1, dtype=np.int64)
@@ -268,9 +265,14 @@ def read_all(backbone: Backbone, rows: Sequence[Row], bank: Tensor) -> Tensor:
     longest = max((len(row.paths[0]) for row in rows), default=0) + 1
     shape = (len(rows), longest, backbone.hidden_dim)
     kept = torch.zeros(shape, dtype=backbone.dtype, device=bank.device)
-    lengths = [len(row.slots) + len(row.tokens.ids) + len(row.paths[0]) for row in rows]
-    for batch in batches_by_length(lengths, backbone):
-        hidden = backbone.hidden(backbone.prepare([rows[i] for i in batch]), bank)
+    in_lines = backbone.reads_lines
+    if in_lines:
+        batches = batches_in_lines(rows, backbone)
+    else:
+        lengths = [len(row.slots) + len(row.tokens.ids) + len(row.paths[0]) for row in rows]
+        batches = batches_by_length(lengths, backbone)
+    for batch in batches:
+        hidden = backbone.hidden(_prepared(backbone, [rows[i] for i in batch], in_lines), bank)
         kept[torch.tensor(batch, device=kept.device), : hidden.shape[1]] = hidden
     return kept
 
@@ -299,11 +301,7 @@ def batches_by_length(
         tails: Paths and steps that stand beside each row, padded to the most of its batch; (0, 0) for none.
         apart: Whether rows with a tail share no batch with those without.
     """
-    budget = CPU_TOKENS
-    if backbone.device.type == "cuda":
-        # of all its memory, not of what is free now: equal calls must make equal batches
-        whole = torch.cuda.get_device_properties(backbone.device).total_memory
-        budget = min(CARD_TOKENS, whole // 4 // (CARD_BYTES_PER_NUMBER * backbone.hidden_dim))
+    budget = _positions_at_once(backbone)
     own = tails or [(0, 0)] * len(lengths)
     batches: list[list[int]] = []
     full, longest, paths, steps = 0, 0, 0, 0
@@ -317,6 +315,56 @@ def batches_by_length(
             full, longest, (paths, steps) = copies[i] if copies else 1, lengths[i], own[i]
         batches[-1].append(i)
     return batches
+
+
+def batches_in_lines(rows: Sequence[Row], backbone: Backbone) -> list[list[int]]:
+    """Indices of rows that share a line: those of one prompt together, as many as the device reads at once."""
+    budget, number = _positions_at_once(backbone), {id(row.slots): 0 for row in rows}
+    number = {prompt: i for i, prompt in enumerate(number)}
+    batches: list[list[int]] = []
+    filled, prompt = budget, -1
+    for i in sorted(
+        range(len(rows)), key=lambda i: (len(rows[i].paths) > 1, number[id(rows[i].slots)], i)
+    ):
+        row = rows[i]
+        text = len(row.tokens.ids) + sum(map(len, row.paths))
+        filled += text + (len(row.slots) if number[id(row.slots)] != prompt else 0)
+        if filled > budget:
+            batches.append([])
+            filled = text + len(row.slots)
+        prompt = number[id(row.slots)]
+        batches[-1].append(i)
+    return batches
+
+
+def _padded_batches(
+    backbone: Backbone, rows: Sequence[Row], steps: Sequence[int], apart: bool
+) -> list[list[int]]:
+    """Indices of rows that are padded to the longest of a batch; `steps` are the read-outs of their longest paths."""
+    lengths, tails, copies = [], [], []
+    takes_branches = backbone.takes_branches
+    may_branch = backbone.answer_follows_text and takes_branches
+    for row, longest in zip(rows, steps, strict=True):
+        paths = len(row.paths)
+        branches = may_branch and paths > 1
+        lengths.append(len(row.slots) + len(row.tokens.ids) + (0 if branches else paths * longest))
+        tails.append((paths, longest) if branches else (0, 0))
+        copies.append(1 if takes_branches else paths)
+    return batches_by_length(lengths, backbone, copies, tails, apart)
+
+
+def _positions_at_once(backbone: Backbone) -> int:
+    """Of one forward pass."""
+    if backbone.device.type != "cuda":
+        return CPU_TOKENS
+    # of all its memory, not of what is free now: equal calls must make equal batches
+    whole = torch.cuda.get_device_properties(backbone.device).total_memory
+    return min(CARD_TOKENS, whole // 4 // (CARD_BYTES_PER_NUMBER * backbone.hidden_dim))
+
+
+def _prepared(backbone: Backbone, rows: Sequence[Row], in_line: bool) -> Reading:
+    reading = backbone.prepare(rows)
+    return replace(reading, extent=Extent.of(rows)) if in_line else reading
 
 
 def _bank(answerers: Sequence[Answerer]) -> tuple[Tensor, list[range]]:

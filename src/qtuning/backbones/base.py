@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from qtuning.backbones.answers import AnswerSet, TokenIds
 from qtuning.backbones.compiled import CompiledLayers
+from qtuning.backbones.extents import Extent
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 
@@ -78,9 +79,11 @@ class Reading:
     length: Tensor
     """[n] tokens of the text."""
     slots: Tensor
-    """[n, r] rows of the bank that stand before it."""
+    """[g, r] rows of the bank that make up each of the prompts that rows share."""
     prompt: Tensor
-    """[n] how many of the slots count."""
+    """[g] how many of the slots count."""
+    group: Tensor
+    """[n] the prompt that stands before each row."""
     owner: Tensor
     """[p] the row that each path belongs to."""
     path: Tensor
@@ -91,6 +94,8 @@ class Reading:
     """Positions of the longest sequence, or a few more."""
     is_even: bool = True
     """Whether all rows have equally many paths."""
+    extent: Extent | None = None
+    """Of the line in which all of it is read (see `lines`); None where rows are padded to `width`."""
 
     @property
     def is_single(self) -> bool:
@@ -109,8 +114,7 @@ class Reading:
             ids=self.ids[self.owner],
             types=self.types[self.owner],
             length=self.length[self.owner],
-            slots=self.slots[self.owner],
-            prompt=self.prompt[self.owner],
+            group=self.group[self.owner],
             owner=torch.arange(len(self.owner), device=self.owner.device),
             is_even=True,
         )
@@ -121,8 +125,9 @@ class Reading:
             self.ids[index],
             self.types[index],
             self.length[index],
-            self.slots[index],
-            self.prompt[index],
+            self.slots,
+            self.prompt,
+            self.group[index],
             torch.arange(len(index), device=index.device),
             self.path[index],
             self.reads[index],
@@ -183,6 +188,8 @@ class Backbone:
     """Whether layers are compiled once for all lengths, as streams of many tasks want it, or for each shape."""
     may_score_compiled: bool = field(default=True, init=False)
     """False after compiled layers failed at it."""
+    may_read_lines: bool = field(default=True, init=False)
+    """False after a line of rows failed."""
     at_once: int | None = field(default=None, init=False)
     """Lanes that share a pass at most; by default as many as there are, or as fit the card's memory."""
     between_pair: str = field(default="", init=False)
@@ -207,6 +214,11 @@ class Backbone:
     @property
     def remembers_prompts(self) -> bool:
         """Whether a prompt can be read once for all texts of its task."""
+        return False
+
+    @property
+    def reads_lines(self) -> bool:
+        """Whether rows are read one behind another, each prompt once for all of its rows; see `lines`."""
         return False
 
     @property
@@ -343,12 +355,15 @@ class Backbone:
             return torch.from_numpy(filled).to(self.device)
 
         types = padded([row.tokens.types or (0,) * len(row.tokens.ids) for row in rows])
+        prompts = {id(row.slots): row.slots for row in rows}
+        number = {each: i for i, each in enumerate(prompts)}
         return Reading(
             ids=padded([row.tokens.ids for row in rows], self.pad_id),
             types=types,
             length=tensor([len(row.tokens.ids) for row in rows]),
-            slots=padded([row.slots for row in rows]),
-            prompt=tensor([len(row.slots) for row in rows]),
+            slots=padded(list(prompts.values())),
+            prompt=tensor([len(slots) for slots in prompts.values()]),
+            group=tensor([number[id(row.slots)] for row in rows]),
             owner=tensor(owner),
             path=padded(paths, self.pad_id),
             reads=tensor([len(path) + 1 for path in paths]),
@@ -406,7 +421,7 @@ class Backbone:
     def assemble(self, reading: Reading, bank: Tensor) -> Batch:
         """One padded batch: text before the slot, prompt vectors, text after it, then the path."""
         place = torch.arange(reading.width, device=self.device)
-        prompt, length = reading.prompt[:, None], reading.length[:, None]
+        prompt, length = reading.prompt[reading.group][:, None], reading.length[:, None]
         end = length + prompt
         start = length if self.prompt_at == AFTER_TEXT else self.prompt_at
         within = place - start
@@ -426,9 +441,9 @@ class Backbone:
         embeds = self.embed(ids)
         if reading.slots.shape[1]:
             # an embedding look-up, because its gradient is summed in a fixed order on every device
-            slots = reading.slots.gather(
-                1, within.clamp(0, reading.slots.shape[1] - 1).expand(len(ids), -1)
-            )
+            slots = reading.slots[
+                reading.group[:, None], within.clamp(0, reading.slots.shape[1] - 1)
+            ]
             vectors = F.embedding(slots.where(is_prompt, 0), bank).to(embeds)
             embeds = torch.where(is_prompt[..., None], vectors, embeds)
         return Batch(embeds, place < total, is_text, types, end.squeeze(1))

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qtuning.backbones.answers import TokenIds
+from qtuning.backbones.attend import kernel_works
 from qtuning.backbones.base import (
     AFTER_TEXT,
     ALIGNED,
@@ -26,6 +27,7 @@ from qtuning.backbones.base import (
     VocabularyBackbone,
     gather_reads,
 )
+from qtuning.backbones.lines import LINE, TAKES_LINES, Line
 from qtuning.backbones.prefixes import Prefixes
 from qtuning.tasks import Text
 
@@ -78,6 +80,8 @@ class CausalBackbone(VocabularyBackbone):
 
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h]. Rows with one path need no mask: padding stands on the right, where nobody looks."""
+        if reading.extent and self.may_read_lines:
+            return self._read_line(reading, bank)
         if not reading.is_single:
             if self.takes_branches:
                 return self._read_branches(reading, bank)
@@ -89,26 +93,61 @@ class CausalBackbone(VocabularyBackbone):
 
     def text_states(self, batch: Batch) -> Tensor:
         """[b, s, h]."""
-        with self._passing, self._without_mask():
+        with self._passing, self._attention(UNMASKED):
             states: Tensor = self.model.base_model(
                 inputs_embeds=batch.inputs_embeds, use_cache=False
             ).last_hidden_state
         return states
 
+    def _read_line(self, reading: Reading, bank: Tensor) -> Tensor:
+        """[p, t, h] of prompts, texts and paths in a single sequence."""
+        line = Line.of(reading, torch.is_grad_enabled() and bank.requires_grad)
+        with self._passing, self._attention(LINE):
+            states: Tensor = self.model.base_model(
+                inputs_embeds=line.embed(reading, bank, self)[None],
+                position_ids=line.place[None].clamp(max=self.max_length - 1),
+                use_cache=False,
+                line_starts=line.starts,
+                line_key_starts=line.key_starts,
+                line_seen=line.seen,
+                line_owned=line.owned,
+                line_used=line.used,
+                line_longest=self.max_length,
+            ).last_hidden_state
+        return line.reads(states[0], reading)
+
+    @property
+    def reads_lines(self) -> bool:
+        """Where the kernel for it works: on a card, in half precision."""
+        is_half = self.dtype in (torch.bfloat16, torch.float16)
+        if not (self.device.type == "cuda" and is_half and self.is_frozen and self.may_read_lines):
+            return False
+        config = self.model.config
+        takes_them = config.model_type in TAKES_LINES and self._takes_attention
+        if not takes_them or self.prompt_at == AFTER_TEXT:
+            return False
+        heads, shared = config.num_attention_heads, config.num_key_value_heads
+        return kernel_works(self.device, self.dtype, heads, shared, config.head_dim)
+
+    @property
+    def _takes_attention(self) -> bool:
+        """Whether another function may stand in for the model's attention."""
+        config = self.model.base_model.config
+        window = getattr(config, "sliding_window", None) or self.max_length
+        takes_it = getattr(self.model, "_supports_attention_backend", False)
+        return config._attn_implementation == "sdpa" and window >= self.max_length and takes_it
+
     @contextmanager
-    def _without_mask(self) -> Iterator[None]:
+    def _attention(self, name: str) -> Iterator[None]:
         """Inside, attention is causal by its own flag, and no mask is made.
 
         Making one looks for packed sequences, which waits for the device, and keeps the fastest kernels out.
         """
-        config = self.model.base_model.config
-        before = config._attn_implementation
-        window = getattr(config, "sliding_window", None) or self.max_length
-        takes_it = getattr(self.model, "_supports_attention_backend", False)
-        if before != "sdpa" or window < self.max_length or not takes_it:
+        if not self._takes_attention:
             yield
             return
-        config._attn_implementation = UNMASKED
+        config = self.model.base_model.config
+        before, config._attn_implementation = config._attn_implementation, name
         try:
             yield
         finally:

@@ -1,0 +1,177 @@
+"""A step of many lanes with their rows padded in a few passes, and with all rows one behind another in one pass.
+
+27 lanes: the tasks at one place of orders 11, 12 and 13, by three methods, three seeds each, with the preset `smollm2`.
+Both ways take turns in one process, captured and compiled for all lengths; the first steps of both are compared.
+
+Run: python perf/padding.py --data DIR                   (needs a CUDA card)
+     python perf/padding.py --data DIR --device cpu      (slow; compares without timing kernels that matter)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import torch
+import transformers
+
+from qtuning import load_backbone, make_method
+from qtuning.config import make_settings
+from qtuning.data import load_task
+from qtuning.fit import Fit
+from qtuning.pack import Pack
+from qtuning.presets import get_preset
+from qtuning.protocols import make_split
+from qtuning.streams import get_stream
+
+ORDERS = ("order-11", "order-12", "order-13")
+METHODS = ("q-tuning", "per-task-prompt", "shared-prompt")
+WAYS = ("padded", "line")
+
+
+class Steps:
+    """The lanes at one place of the streams, as a pack that reads in one of the two ways."""
+
+    def __init__(self, backbone, place: int, data: str, seeds: int, way: str):
+        self.backbone, self.way = backbone, way
+        self.fits = []
+        for order in ORDERS:
+            task = load_task(get_stream(order).tasks[place], data)
+            for method in METHODS:
+                settings = make_settings(backbone.family, **get_preset("smollm2", method))
+                learner = make_method(method, backbone, *settings)
+                train = settings[1]
+                for seed in range(seeds):
+                    split = make_split(
+                        "progprompt", task, train.shots, seed, train.validation_limit
+                    )
+                    state = learner.start(seed)
+                    if (
+                        method == "q-tuning"
+                    ):  # a full queue; what stands in it does not change a step's cost
+                        size = (50, backbone.embed_dim)
+                        rows = 0.1 * torch.randn(
+                            size, generator=torch.Generator().manual_seed(seed)
+                        )
+                        layout = torch.cat([state.shared_prefix, rows])
+                        queue = replace(state.queue, rows=rows)
+                        state = replace(state, queue=queue, learnt=place, last_layout=layout)
+                    self.fits.append(Fit(learner.lane(state, task, split), train))
+        self.use()
+        self.pack = Pack(backbone, [fit.lane for fit in self.fits], train)
+        self.pack.expect([fit.batches_ahead() for fit in self.fits])
+
+    def use(self) -> None:
+        """Rows in this way from now on."""
+        self.backbone.may_read_lines = self.way == "line"
+
+    def step(self) -> None:
+        """One step of every lane."""
+        self.use()
+        self.pack.step([fit.next_batch() for fit in self.fits], [fit.step for fit in self.fits])
+
+    def positions(self) -> int:
+        """What a step reads."""
+        passes = self.pack.passes
+        return passes[0][1] if self.backbone.reads_lines else sum(n * width for n, width in passes)
+
+
+def measure(backbone, place: int, data: str, seeds: int, rounds: int, repeats: int) -> dict:
+    """Milliseconds a step, positions and first losses of both ways at one place."""
+    ways = {way: Steps(backbone, place, data, seeds, way) for way in WAYS}
+    found = {"place": place + 1, "tasks": [get_stream(order).tasks[place] for order in ORDERS]}
+    losses, times = {}, {way: [] for way in WAYS}
+    for way, steps in ways.items():
+        for _ in range(4):  # as it is, captured, and two replays
+            steps.step()
+        losses[way] = steps.pack.take_losses()
+    for _ in range(rounds):
+        for way, steps in ways.items():
+            synchronize(backbone)
+            began = time.perf_counter()
+            for _ in range(repeats):
+                steps.step()
+            synchronize(backbone)
+            times[way].append(1000 * (time.perf_counter() - began) / repeats)
+    for way, steps in ways.items():
+        steps.use()
+        found[way] = {
+            "ms": statistics.median(times[way]), "rounds_ms": times[way], "passes": len(steps.pack.passes),
+            "positions": steps.positions(), "first_losses": losses[way][0].tolist(),
+        }  # fmt: skip
+    found["largest_difference_of_first_losses"] = float(
+        abs(losses["padded"][0] - losses["line"][0]).max()
+    )
+    found["ratio"] = found["padded"]["ms"] / found["line"]["ms"]
+    return found
+
+
+def synchronize(backbone) -> None:
+    """Until the device is idle."""
+    if backbone.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repeats: int) -> dict:
+    """All places, with what they were measured on."""
+    backbone.is_captured = True  # on a card; elsewhere steps of one shape, as they would be there
+    backbone.is_compiled = backbone.for_all_lengths = backbone.compile != "off"
+    results = []
+    for place in places:
+        results.append(measure(backbone, place - 1, data, seeds, rounds, repeats))
+        shown = {
+            way: (round(results[-1][way]["ms"], 2), results[-1][way]["positions"]) for way in WAYS
+        }
+        print(place, shown, f"{results[-1]['ratio']:.2f}", flush=True)
+    backbone.may_read_lines = True
+    on_card = backbone.device.type == "cuda"
+    return {
+        "command": f"python perf/padding.py --data DIR --places {' '.join(map(str, places))}",
+        "date": date.today().isoformat(),
+        "versions": {
+            "device": torch.cuda.get_device_name() if on_card else "cpu",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "model": backbone.name,
+        "lanes": len(ORDERS) * len(METHODS) * seeds,
+        "steps_a_round": repeats,
+        "results": results,
+        "ratio": statistics.geometric_mean(each["ratio"] for each in results),
+    }
+
+
+def main() -> None:
+    """Both ways at a few places, to perf/results/padding-gpu.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--places", type=int, nargs="+", default=[8, 25, 42, 59])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "padding-gpu.json"
+    )
+    given = parser.parse_args()
+    on_card = given.device == "cuda"
+    backbone = load_backbone(
+        given.model, device=given.device, dtype="bf16" if on_card else "fp32", max_length=256,
+        compile="dynamic" if on_card else "off",
+    )  # fmt: skip
+    record = study(backbone, given.data, given.places, given.seeds, given.rounds, given.steps)
+    given.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

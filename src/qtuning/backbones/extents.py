@@ -1,0 +1,41 @@
+"""How long a line of rows is (see `lines`): known without asking the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from qtuning.backbones.base import Row
+
+UNIT = 64
+"""Positions by which lines differ at least: kernels work on blocks of so many."""
+
+
+class Extent(NamedTuple):
+    """Sizes of a line."""
+
+    positions: int
+    """Of prompts, texts and paths, and perhaps a few more that nobody sees."""
+    keys: int
+    """What its parts see, one part after another, and as many more."""
+    prompted: int
+    """Positions of the prompts, which stand first."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Extent:
+        """Of rows with any number of paths."""
+        prompted = sum({id(row.slots): len(row.slots) for row in rows}.values())
+        filled = prompted + sum(len(row.tokens.ids) + sum(map(len, row.paths)) for row in rows)
+        seen = sum(len(row.slots) for row in rows)
+        if any(len(row.paths) > 1 for row in rows):  # then every path is a part of its own
+            seen += sum(
+                (len(row.slots) + len(row.tokens.ids)) * sum(map(bool, row.paths)) for row in rows
+            )
+        positions = aligned(filled)
+        return cls(positions, positions + seen, prompted)
+
+
+def aligned(filled: int) -> int:
+    """Positions of a line with so many filled."""
+    return -(-filled // UNIT) * UNIT

@@ -1,0 +1,242 @@
+"""Rows as parts of a line: the same numbers as padded rows, each prompt read once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from qtuning.backbones import attend as attending
+from qtuning.backbones import causal
+from qtuning.backbones.attend import attend, given_back, kernel_works
+from qtuning.backbones.base import Row, Tokens
+from qtuning.backbones.causal import CausalBackbone
+from qtuning.backbones.extents import UNIT, Extent
+from qtuning.backbones.lines import Line
+from qtuning.config import make_settings
+from qtuning.lanes import fit_lanes
+from qtuning.pack import Pack
+from qtuning.scoring import Quiz, batches_in_lines, read_all
+from tests.conftest import SMALL, make_backbone
+from tests.unit.test_lanes import leaves, make_lanes, train_steps
+
+
+@pytest.fixture
+def llama():
+    return make_backbone("llama", dtype=torch.float64)
+
+
+@pytest.fixture
+def in_lines(monkeypatch):
+    """Lines on a CPU, where padding is less than what they cost: as long as they are allowed."""
+    monkeypatch.setattr(
+        CausalBackbone, "reads_lines", property(lambda backbone: backbone.may_read_lines)
+    )
+
+
+def lined(backbone, rows):
+    return replace(backbone.prepare(rows), extent=Extent.of(rows))
+
+
+PROMPT, OTHER = range(2), range(2, 5)
+SINGLE = [
+    Row(Tokens((5, 6, 7)), PROMPT, ((8,),)),
+    Row(Tokens((9,)), OTHER, ((),)),
+    Row(Tokens((4, 3)), PROMPT, ((2, 1),)),
+    Row(Tokens((8, 8)), OTHER, ((),)),
+]
+BRANCHED = [
+    Row(Tokens((5, 6, 7)), PROMPT, ((8,), (9, 10), ())),
+    Row(Tokens((9,)), OTHER, ((),)),
+    Row(Tokens((4, 3)), PROMPT, ((2, 1),)),
+    Row(Tokens((6, 6)), (), ((3,), (4,))),
+]
+
+
+def test_where_each_part_stands(llama) -> None:
+    reading = lined(llama, SINGLE)
+    assert reading.extent == Extent(UNIT, UNIT + 10, 5)
+    line = Line.of(reading, trains=True)
+    assert line.starts.tolist() == [0, 2, 5, 9, 10, 14, 16]  # two prompts, four texts with a path
+    assert line.place[:16].tolist() == [0, 1, 0, 1, 2, 2, 3, 4, 5, 3, 2, 3, 4, 5, 3, 4]
+    parts = [
+        line.seen[first:last].tolist()
+        for first, last in zip(line.key_starts, line.key_starts[1:], strict=False)
+    ]
+    assert parts == [[0, 1], [2, 3, 4], [0, 1, 5, 6, 7, 8], [2, 3, 4, 9], [0, 1, 10, 11, 12, 13],
+                     [2, 3, 4, 14, 15]]  # fmt: skip
+    assert line.seen[line.owned[:16]].tolist() == list(range(16))
+    assert line.seen[line.used].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3], [4, 4]]
+    bank = torch.randn(5, llama.embed_dim, dtype=torch.float64)
+    tokens = llama.embed(torch.tensor([5, 6, 7, 8, 9, 4, 3, 2, 1, 8, 8]))
+    assert torch.equal(line.embed(reading, bank, llama)[:16], torch.cat([bank, tokens]))
+
+
+def test_every_path_of_several_sees_its_text(llama) -> None:
+    reading = lined(llama, BRANCHED)
+    line = Line.of(reading, trains=False)
+    parts = [
+        line.seen[first:last].tolist()
+        for first, last in zip(line.key_starts, line.key_starts[1:], strict=False)
+    ]
+    text = [0, 1, 5, 6, 7]
+    assert parts == [[0, 1], [2, 3, 4], [], text, [2, 3, 4, 8], [0, 1, 9, 10], [11, 12], [*text, 13],
+                     [*text, 14, 15], [], [], [0, 1, 9, 10, 16, 17], [11, 12, 18], [11, 12, 19]]  # fmt: skip
+    assert int(line.key_starts[-1]) <= reading.extent.keys
+
+
+@pytest.mark.parametrize("rows", [SINGLE, BRANCHED], ids=["single", "branched"])
+def test_read_outs_are_those_of_padded_rows(llama, rows) -> None:
+    bank = torch.randn(5, llama.embed_dim, dtype=torch.float64)
+    expected = llama.hidden(llama.prepare(rows), bank)
+    assert torch.allclose(llama.hidden(lined(llama, rows), bank), expected, atol=1e-6)
+    alone = [llama.hidden(llama.prepare([row]), bank) for row in rows]
+    found = iter(llama.hidden(lined(llama, rows), bank))
+    for own in alone:
+        for path in own:
+            assert torch.allclose(next(found)[: len(path)], path, atol=1e-6)
+
+
+def test_gradients_by_finite_differences() -> None:
+    """Two prompts, two texts each, shared heads: the operation against its own values."""
+    llama = make_backbone("llama", dtype=torch.float64)
+    line = Line.of(lined(llama, SINGLE), trains=True)
+    seen, owned = line.seen[:26], line.owned[:16]
+    draw = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(16, heads, 3, dtype=torch.float64, generator=draw).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    where = (line.starts, line.key_starts, seen, owned, line.used)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attend(q, k, v, *where, 8, 0.5)[0], states, atol=1e-6
+    )
+
+
+def test_copies_are_given_back_in_float32() -> None:
+    copies = torch.tensor([256.0, 1, 1, 1, 1, 7], dtype=torch.bfloat16)[:, None]
+    found = given_back(copies, torch.tensor([0, 5]), torch.tensor([[1, 2, 3, 4]]))
+    assert found.flatten().tolist() == [260, 7]  # one by one in bfloat16 it would stay 256
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"retention": "jsd"}, {"mlp": True, "mlp_hidden": 8}], ids=str
+)
+def test_lines_equal_padded_rows(llama, in_lines, extra: dict) -> None:
+    """float64: 1e-6 after ten steps, because Llama's norm rounds to float32."""
+    lined, padded = make_lanes(llama, **extra), make_lanes(llama, **extra)
+    found = train_steps(llama, lined, 10)
+    llama.may_read_lines = False
+    expected = train_steps(llama, padded, 10)
+    assert np.allclose(found, expected, atol=1e-6)
+    for a, b in zip(lined, padded, strict=True):
+        for x, y in zip(leaves(a), leaves(b), strict=True):
+            assert (x - y).abs().max() < 1e-6
+
+
+def test_what_follows_the_last_part_may_be_anything(llama, in_lines, monkeypatch) -> None:
+    plain = train_steps(llama, make_lanes(llama), 4)
+    own = attending._part_by_part
+    poisoned = []
+
+    def poison(query, key, value, starts, key_starts, scale):
+        out = own(query, key, value, starts, key_starts, scale).clone()
+        last = int(starts[-1])
+        poisoned.append(len(out) - last)
+        out[last:] = torch.nan
+        return out
+
+    monkeypatch.setattr(attending, "_part_by_part", poison)
+    monkeypatch.setattr("qtuning.backbones.extents.UNIT", 97)
+    assert train_steps(llama, make_lanes(llama), 4) == plain
+    assert max(poisoned) > 0
+
+
+def test_a_step_of_expected_rows_is_one_pass_with_room_for_each(
+    llama, in_lines, monkeypatch
+) -> None:
+    monkeypatch.setattr("qtuning.backbones.extents.UNIT", 8)
+    lanes = make_lanes(llama)
+    pack = Pack(llama, lanes, make_settings(**{**SMALL, "batch_size": 4})[1])
+    llama.is_captured = True
+    draw = np.random.default_rng(0)
+    ahead = [[draw.permutation(len(lane.train))[:4].tolist() for _ in range(10)] for lane in lanes]
+    pack.expect(ahead)
+    totals = []
+    for batches in zip(*ahead, strict=True):
+        step, passes = pack.plan(batches, [1] * 6)
+        assert passes == pack.passes
+        whole = int(pack.lengths[step.rows.numpy()].sum())
+        totals.append(whole - 3 * sum(pack.prompts))  # four rows of each prompt, which is read once
+    [(rows, positions)] = pack.passes
+    assert rows == len(step.rows) == 4 * len(pack.prompts)
+    assert max(totals) <= positions < max(totals) + 8
+    longest = [sorted(range(len(n.train)), key=lambda i: -len(n.train[i].ids))[:4] for n in lanes]
+    [(_, more)] = pack.plan(longest, [1] * 6)[1]  # nobody expected that
+    assert more > positions
+
+
+def test_scores_and_teachers_are_those_of_padded_rows(llama, in_lines, monkeypatch) -> None:
+    monkeypatch.setattr("qtuning.scoring.CPU_TOKENS", 40)  # several lines
+    answers = [llama.answers(["good", "bad"]), llama.answers(["very good indeed", "bad bad"])]
+    draw = np.random.default_rng(0)
+    tokens = [Tokens(tuple(draw.integers(3, 40, size=n))) for n in (3, 7, 2, 9, 4, 4, 12)]
+    asked, slots = [0, 1, 0, 1, 1, 0, 0], [range(3), range(3, 8)]
+    bank = torch.randn(8, llama.embed_dim, dtype=torch.float64)
+
+    def found() -> tuple[torch.Tensor, torch.Tensor]:
+        quiz = Quiz(llama, tokens, asked, slots, answers)
+        rows = [Row(t, slots[i], ((5,),)) for t, i in zip(tokens, asked, strict=True)]
+        return quiz.log_probs(bank, None), read_all(llama, rows, bank)
+
+    lines = found()
+    llama.may_read_lines = False
+    for a, b in zip(lines, found(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_rows_of_one_prompt_share_lines(llama, monkeypatch) -> None:
+    monkeypatch.setattr("qtuning.scoring.CPU_TOKENS", 12)
+    slots = [range(4), range(4, 8)]
+    rows = [Row(Tokens((1, 2, 3)), slots[i % 2]) for i in range(6)]
+    batches = batches_in_lines(rows, llama)
+    assert batches == [[0, 2], [4], [1, 3], [5]]
+    assert sum(Extent.of([rows[i] for i in batch]).prompted for batch in batches) == 16
+
+
+def test_when_lines_fail_rows_are_padded(llama, in_lines, monkeypatch) -> None:
+    settings = make_settings(**{**SMALL, "epochs": 2})[1]
+    plain, broken = make_lanes(llama), make_lanes(llama)
+    llama.may_read_lines = False
+    expected = fit_lanes(llama, plain, settings)
+    llama.may_read_lines = True
+    monkeypatch.setattr(causal.Line, "of", lambda reading, trains: 1 / 0)
+    with pytest.warns(
+        UserWarning, match="cannot read rows without padding here .ZeroDivisionError"
+    ):
+        found = fit_lanes(llama, broken, settings)
+    assert found == expected
+    assert not llama.may_read_lines
+
+
+def test_padded_rows_where_there_is_no_kernel(llama) -> None:
+    assert not llama.reads_lines
+    assert not kernel_works(torch.device("meta"), torch.bfloat16, 4, 2, 8)
+    assert kernel_works(torch.device("cpu"), torch.float32, 4, 2, 8)
+
+
+def test_a_kernel_that_mixes_rows_is_not_used(monkeypatch) -> None:
+    own, calls = attending._part_by_part, []
+
+    def mixing(query, key, value, starts, key_starts, scale):
+        calls.append(1)
+        if len(calls) == 1:  # "there"
+            key_starts = torch.tensor([0, 5, 13, 25], dtype=torch.int32)
+        return own(query, key, value, starts, key_starts, scale)
+
+    kernel_works.cache_clear()
+    monkeypatch.setattr(attending, "_part_by_part", mixing)
+    assert not kernel_works(torch.device("cpu"), torch.float32, 4, 2, 8)
+    kernel_works.cache_clear()
