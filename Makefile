@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test check format models test-models test-slow test-gpu test-ray test-browser serving growth speed-cpu speed-gpu wheel-test clean
+.PHONY: setup demo test check format models test-models test-slow test-gpu test-kernels test-ray test-browser serving growth speed-cpu speed-gpu wheel-test clean
 
 setup: $(VENV)/.ready            ## a virtual environment in the clone, with everything tests and demo need
 
@@ -43,6 +43,10 @@ test-slow: setup                 ## fifty kills, every stream, twenty kills of a
 
 test-gpu: setup                  ## what needs a CUDA card
 	$(BIN)/python -m pytest -q -m gpu tests
+
+test-kernels: setup              ## attention kernels in Triton's interpreter, without a card
+	$(BIN)/pip install --quiet --target build/kernels --upgrade triton "numpy<2.4"   # aside: the interpreter wants it older
+	TRITON_INTERPRET=1 PYTHONPATH=build/kernels $(BIN)/python -m pytest -q tests/unit/test_tree_kernel.py
 
 test-ray: setup                  ## sweeps and large files on a Ray of this machine's own
 	$(PIP) "ray[data,serve]"

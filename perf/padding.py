@@ -1,10 +1,10 @@
-"""A step of many lanes with their rows padded in a few passes, and with all rows one behind another in one pass.
+"""A step of many lanes with their rows padded in a few passes, and as one line in which every prompt stands once.
 
 27 lanes: the tasks at one place of orders 11, 12 and 13, by three methods, three seeds each, with the preset `smollm2`.
 Both ways take turns in one process, captured and compiled for all lengths; the first steps of both are compared.
 
 Run: python perf/padding.py --data DIR                   (needs a CUDA card)
-     python perf/padding.py --data DIR --device cpu      (slow; compares without timing kernels that matter)
+     python perf/padding.py --data DIR --device cpu      (padded only: lines need a card)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 from dataclasses import replace
 from datetime import date
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -76,10 +77,13 @@ class Steps:
         self.use()
         self.pack.step([fit.next_batch() for fit in self.fits], [fit.step for fit in self.fits])
 
-    def positions(self) -> int:
-        """What a step reads."""
-        passes = self.pack.passes
-        return passes[0][1] if self.backbone.reads_lines else sum(n * width for n, width in passes)
+    def positions(self) -> float:
+        """What a step reads, the mean of the next ones."""
+        ahead = zip(*(fit.batches_ahead() for fit in self.fits), strict=False)
+        plans = [self.pack.plan(each, [1] * len(self.fits))[1] for each in islice(ahead, 20)]
+        if self.backbone.reads_lines:
+            return statistics.mean(positions for [(_, positions)] in plans)
+        return statistics.mean(sum(rows * width for rows, width in passes) for passes in plans)
 
 
 def measure(backbone, place: int, data: str, seeds: int, rounds: int, repeats: int) -> dict:
@@ -102,7 +106,7 @@ def measure(backbone, place: int, data: str, seeds: int, rounds: int, repeats: i
     for way, steps in ways.items():
         steps.use()
         found[way] = {
-            "ms": statistics.median(times[way]), "rounds_ms": times[way], "passes": len(steps.pack.passes),
+            "ms": statistics.median(times[way]), "rounds_ms": times[way], "passes": max(1, len(steps.pack.passes)),
             "positions": steps.positions(), "first_losses": losses[way][0].tolist(),
         }  # fmt: skip
     found["largest_difference_of_first_losses"] = float(

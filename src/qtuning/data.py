@@ -130,8 +130,8 @@ def _make_task(
     texts, gold, splits, groups = [], [], [], []
     for row in rows:
         label = everything[int(row["label"])]
-        text = render(card, row)
-        if label in labels and text:
+        text = render(card, row) if label in labels else ""
+        if text:
             texts.append(text)
             gold.append(label)
             splits.append(row["split"])

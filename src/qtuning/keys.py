@@ -74,13 +74,37 @@ def reference(backbone: Backbone) -> tuple[Tensor, Tensor]:
 
 def learn_key(backbone: Backbone, split: Split) -> TaskKey:
     """The key of a task from its training texts, its threshold from its validation texts."""
-    mean, spread = reference(backbone)
-    train = directions(read_features(backbone, split.train.texts), mean, spread)
+    return learn_keys(backbone, [split])[0]
+
+
+def learn_keys(backbone: Backbone, splits: Sequence[Split]) -> list[TaskKey]:
+    """The same for several at once: runs of one pack share many texts, and each is read once."""
+    judging = [evenly(split.validation.texts, JUDGING_TEXTS) for split in splits]
+    texts = dict.fromkeys(
+        text
+        for split, judged in zip(splits, judging, strict=True)
+        for text in (*split.train.texts, *judged)
+    )
+    known = dict(zip(texts, read_features(backbone, list(texts)), strict=True))
+
+    def features(some: Sequence[Text]) -> Tensor:
+        return torch.stack([known[text] for text in some])
+
+    return [
+        _key(
+            features(split.train.texts),
+            features(judged) if len(judged) else None,
+            *reference(backbone),
+        )
+        for split, judged in zip(splits, judging, strict=True)
+    ]
+
+
+def _key(train: Tensor, judged: Tensor | None, mean: Tensor, spread: Tensor) -> TaskKey:
+    """From features [n, h] of training texts and of those that the threshold is read from."""
+    train = directions(train, mean, spread)
     vector = F.normalize(train.mean(dim=0), dim=0)
-    judged = train
-    if len(split.validation):
-        texts = evenly(split.validation.texts, JUDGING_TEXTS)
-        judged = directions(read_features(backbone, texts), mean, spread)
+    judged = train if judged is None else directions(judged, mean, spread)
     threshold = float(torch.quantile(judged @ vector, REFUSED))
     return TaskKey(vector, mean, spread, threshold)
 

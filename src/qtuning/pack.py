@@ -14,7 +14,7 @@ from qtuning.backbones import Backbone, Head, Row
 from qtuning.backbones.extents import Extent, aligned
 from qtuning.config import TrainSettings
 from qtuning.graphs import StepGraphs
-from qtuning.passes import Passes, cut, fits
+from qtuning.passes import Passes, cut, few_sizes, fits
 from qtuning.scoring import Quiz, stack_heads
 from qtuning.stack import Batches, Lane, LaneStack, Step, kind_of_step
 
@@ -65,13 +65,18 @@ class Pack:
                 for r in rows
             ]
         )  # fmt: skip
+        numbers = {each: i for i, each in enumerate(dict.fromkeys(id(r.slots) for r in rows))}
+        self.groups = np.array([numbers[id(r.slots)] for r in rows])
+        """The prompt of every row of the table."""
         self.prompts = list({id(r.slots): len(r.slots) for r in rows}.values())
         """Vectors of every prompt; each stands before equally many rows of a step."""
         self.shortest = [
             min(range(len(lane.train)), key=lambda i: len(lane.train[i].ids)) for lane in self.lanes
         ]
         self.passes: Passes = ()
-        """Those of every step that was expected, where steps must have few shapes."""
+        """Those of every step that was expected, where steps must have few shapes; …"""
+        self.lines: Sequence[int] = ()
+        """… or the positions of lines, where rows are read in lines."""
         in_stacks = torch.tensor([i for own in self.members for i in own], device=backbone.device)
         self.order = in_stacks.argsort()
         self.graphs = StepGraphs(backbone.device)
@@ -109,26 +114,22 @@ class Pack:
             count = [counts[i] if batches[i] else 0 for i in own]
             inputs.append(
                 Batches(
-                    torch.from_numpy(example).to(device),
-                    torch.from_numpy(is_live).to(device),
-                    torch.tensor(count, device=device),
+                    _sent(example, device), _sent(is_live, device), _sent(np.array(count), device)
                 )
             )
-        order = np.argsort(-self.lengths[rows], kind="stable")
-        step = Step(
-            inputs,
-            torch.from_numpy(rows[order]).to(device),
-            torch.from_numpy(np.argsort(order)).to(device),
-        )
+        in_line = self.backbone.reads_lines  # rows of a prompt together; else longest first
+        order = np.argsort(self.groups[rows] if in_line else -self.lengths[rows], kind="stable")
+        step = Step(inputs, _sent(rows[order], device), _sent(np.argsort(order), device))
         return step, self._passes(self.lengths[rows[order]])
 
     def expect(self, ahead: Sequence[Iterable[Sequence[int]]]) -> None:
-        """Choose passes that suit the steps to come, from every lane's batches until it ends: one shape to capture."""
+        """Choose shapes that suit the steps to come, from every lane's batches until it ends: few to capture."""
         steps = itertools.islice(itertools.zip_longest(*ahead, fillvalue=()), EXPECTED_STEPS)
         found = [-np.sort(-self.lengths[self._filled(batches)[1]]) for batches in steps]
         if self.backbone.reads_lines:
-            found = [max(found, key=np.sum)] if found else []
-        self.passes = self._cut(np.max(found, axis=0)) if found else ()
+            self.lines = few_sizes([self._line(lengths) for lengths in found])
+        else:
+            self.passes = self._cut(np.max(found, axis=0)) if found else ()
 
     def _filled(
         self, batches: Sequence[Sequence[int]]
@@ -154,33 +155,33 @@ class Pack:
 
     def _passes(self, lengths: np.ndarray) -> Passes:
         """Over rows of these lengths, longest first; where shapes are fixed, those that were expected."""
+        if self.backbone.reads_lines:  # one pass, and its positions are the line's
+            needed = self._line(lengths)
+            expected = self.lines if self.has_fixed_shapes else ()
+            return ((len(lengths), min((n for n in expected if n >= needed), default=needed)),)
         if not self.has_fixed_shapes:
             return self._cut(lengths)
         if sum(rows for rows, _ in self.passes) != len(lengths):
             self.passes = self._cut(lengths)
-        if self.backbone.reads_lines:
-            needed = self._cut(lengths)
-            return self.passes if needed[0][1] <= self.passes[0][1] else needed
         if fits(lengths, self.passes):
             return self.passes
         return ((len(lengths), self.backbone.aligned(int(self.lengths.max()))),)  # not expected
 
     def _cut(self, lengths: np.ndarray) -> Passes:
-        """Passes over rows of these lengths; a line of them is one pass, and its positions are the line's."""
         backbone = self.backbone
-        if backbone.reads_lines:
-            rows_of_each, prompted = len(lengths) // len(self.prompts), sum(self.prompts)
-            texts = int(lengths.sum()) - rows_of_each * prompted
-            return ((len(lengths), aligned(texts + prompted)),)
         return tuple((n, backbone.aligned(w)) for n, w in cut(lengths, backbone.device))
+
+    def _line(self, lengths: np.ndarray) -> int:
+        """Positions of a line of rows of these lengths: every prompt stands in it once."""
+        again = (len(lengths) // len(self.prompts) - 1) * sum(self.prompts)
+        return aligned(int(lengths.sum()) - again)
 
     def _read(self, rows: Tensor, positions: int, bank: Tensor) -> Tensor:
         """[n, t, h] of these rows of the table, in one pass."""
         if not self.backbone.reads_lines:
             return self.backbone.hidden(self.reading.at(rows, positions), bank)
         own, prompted = self.reading.at(rows, self.reading.width), sum(self.prompts)
-        keys = positions + len(rows) // len(self.prompts) * prompted
-        return self.backbone.hidden(replace(own, extent=Extent(positions, keys, prompted)), bank)
+        return self.backbone.hidden(replace(own, extent=Extent(positions, prompted)), bank)
 
     def compute(self, step: Step, passes: Passes) -> Tensor:
         """Losses [lanes] of one step, which is taken. Nothing here waits for the device."""
@@ -291,3 +292,9 @@ class Pack:
         """What `export` gave."""
         s, k = self.places[lane]
         self.stacks[s].restore(k, saved)
+
+
+def _sent(numbers: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, without waiting for the step that runs there."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

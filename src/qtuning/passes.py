@@ -7,6 +7,9 @@ rows is mostly launching kernels. So a pass counts as so many positions, and the
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 from torch import device
 
@@ -20,6 +23,11 @@ CARD_PASS = 2048
 """Positions that are read in the time that another pass costs: on a card, where hundreds of kernels are launched, …"""
 CPU_PASS = 128
 """… and on a CPU."""
+
+MOST_SIZES = 3
+"""Of the lines of one task."""
+SIZE_STEPS = 4
+"""Steps that could be taken while one more size is run for the first time and captured."""
 
 Passes = tuple[tuple[int, int], ...]
 """Rows and positions of each pass, longest first."""
@@ -55,3 +63,24 @@ def fits(lengths: np.ndarray, passes: Passes) -> bool:
             return False
         first += rows
     return True
+
+
+def few_sizes(needed: Sequence[int]) -> tuple[int, ...]:
+    """Sizes, the largest last, for steps that need so many positions each: with the least to compute in all."""
+    if not needed:
+        return ()
+    in_order = np.sort(np.array(needed))
+    most = int(in_order[-1])
+    shares = np.quantile(in_order, np.arange(1, 16) / 16, method="higher")
+    candidates = sorted({int(each) for each in shares} - {most})
+    choices = [
+        (*chosen, most)
+        for count in range(MOST_SIZES)
+        for chosen in itertools.combinations(candidates, count)
+    ]
+
+    def cost(sizes: tuple[int, ...]) -> int:
+        own = np.array(sizes)[np.searchsorted(sizes, in_order)]
+        return int(own.sum()) + len(sizes) * SIZE_STEPS * most
+
+    return min(choices, key=cost)

@@ -182,7 +182,8 @@ class RunJournal(Journal):
             _put_on_disk(run, folder)
         used = memory()  # of the process, so once for all runs
         for run, folder in zip(runs, self.folders, strict=True):
-            task, score = run.tasks[run.done - 1], to_json(run.matrix)[run.done][run.done - 1]
+            task = run.tasks[run.done - 1]
+            [[score]] = to_json(run.matrix[run.done, run.done - 1 :][:1, None])
             event = {"event": "task", "task": task, "score": score, "seconds": run.seconds[task]}
             _append(folder / "events.jsonl", {**event, **used})
         self._commit(runs, None)
@@ -351,7 +352,17 @@ def locked(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of all tensors alive, of what torch holds on cards, and of the process."""
+    """Bytes of all tensors alive (on a card those that are there, which torch counts itself), and of the process."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        cards = range(torch.cuda.device_count())
+        live = sum(torch.cuda.memory_allocated(card) for card in cards)
+    else:
+        live = _live_tensors()
+    return {"live_tensor_bytes": live, "resident_bytes": _resident()}
+
+
+def _live_tensors() -> int:
+    """Bytes of tensors, found among all objects."""
     gc.collect()
     storages: dict[int, int] = {}
     is_tensor: dict[type, bool] = {}  # asking a class once is what makes this quick
@@ -363,11 +374,7 @@ def memory() -> dict[str, int]:
             with contextlib.suppress(RuntimeError):  # what compiling traced with has no memory
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-    found = {"live_tensor_bytes": sum(storages.values()), "resident_bytes": _resident()}
-    cards = range(torch.cuda.device_count())
-    if cards:
-        found["card_bytes"] = sum(torch.cuda.memory_allocated(card) for card in cards)
-    return found
+    return sum(storages.values())
 
 
 def _resident() -> int:

@@ -106,7 +106,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a pack: each stack's examples, and the rows to be read for them, longest first."""
+    """One step of a pack: each stack's examples, and the rows to be read for them, in the order of reading."""
 
     batches: list[Batches]
     rows: Tensor

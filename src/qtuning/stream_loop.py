@@ -21,7 +21,7 @@ from qtuning.config import TrainSettings
 from qtuning.errors import ConfigError, unknown
 from qtuning.evaluation import Matrix, score_parts, score_predictions
 from qtuning.fit import FitState
-from qtuning.keys import Finder, keys_of, learn_key, read_features, with_key
+from qtuning.keys import Finder, keys_of, learn_keys, read_features, with_key
 from qtuning.lanes import Report, fit_lanes
 from qtuning.methods import Method
 from qtuning.protocols import make_split
@@ -29,7 +29,6 @@ from qtuning.seeding import numpy_generator
 from qtuning.snapshots import (
     Snapshot,
     TaskCard,
-    TaskKey,
     answering,
     answers_from_snapshots,
     predict_log_probs,
@@ -46,7 +45,6 @@ ROWS_AT_ONCE = 16_384
 """… and their texts: enough to fill a card, and no more memory for more runs or tasks."""
 REMEMBERED = 128
 """Lists of texts whose features are remembered."""
-NO_ROWS = Rows((), ())
 
 
 @dataclass(frozen=True)
@@ -145,17 +143,19 @@ def run_streams(
         began = time.perf_counter()
         now = [tasks[i - 1] for tasks in orders]
         _learn(backbone, courses, runs, now, report, journal, fits)
-        fits, texts = None, _TextsRead(backbone)
-        for run, task in zip(runs, now, strict=True):
-            run.state = with_key(run.state, task.name, texts.key(run.splits[task.name]))
+        fits = None
+        keys = learn_keys(
+            backbone, [run.splits[task.name] for run, task in zip(runs, now, strict=True)]
+        )
+        for run, task, key in zip(runs, now, keys, strict=True):
+            run.state = with_key(run.state, task.name, key)
         seconds = (time.perf_counter() - began) / len(runs)  # before anything is scored
         for run, task in zip(runs, now, strict=True):
             run.seconds[task.name] = seconds
             run.done = i
         _measure_learnt(runs, i, backbone, orders, evaluate_with, inner_rows)
         if i == len(orders[0]):
-            _measure_last(runs, backbone, orders, evaluate_with, inner_rows, texts)
-        del texts  # it must not grow with the stream
+            _measure_last(runs, backbone, orders, evaluate_with, inner_rows)
         if i < len(orders[0]) and inner_rows != 0:
             _measure_inner(runs, i, backbone, orders, evaluate_with, inner_rows)
             _measure_untaught(runs, i, backbone, [t[i : i + 1] for t in orders], inner_rows)
@@ -223,21 +223,6 @@ def _learn(
         run.state = lane.finish(found)
 
 
-class _TextsRead:
-    """What the frozen model makes of texts: runs of one pack share most of theirs, so they are read once per task."""
-
-    def __init__(self, backbone: Backbone):
-        self.features = lru_cache(REMEMBERED)(lambda texts: read_features(backbone, texts))
-        """[n, h] of a tuple of texts."""
-        self._keys = lru_cache(REMEMBERED)(
-            lambda train, validation: learn_key(backbone, Split(train, validation, NO_ROWS))
-        )
-
-    def key(self, split: Split) -> TaskKey:
-        """Of a task with these rows."""
-        return self._keys(split.train, split.validation)
-
-
 def _measure_learnt(
     runs: Sequence[StreamRun],
     i: int,
@@ -269,13 +254,14 @@ def _measure_last(
     orders: Sequence[Sequence[Task]],
     evaluate_with: str,
     inner_rows: int | None,
-    texts: _TextsRead,
 ) -> None:
     """The last row: every task on all of its test rows, and what can be said of it at the end.
 
     Asked in the company in which it was asked when learnt: only then must the answers be the same bytes.
     """
     count = len(orders[0])
+    # runs share most test rows, so they are read once
+    features = lru_cache(REMEMBERED)(lambda texts: read_features(backbone, texts))
     finders = {
         (id(run), is_pair): Finder(keys_of(run.state.snapshots, is_pair))
         for run in runs
@@ -295,7 +281,7 @@ def _measure_last(
             run.parts[task.name] = score_parts(task.metric, rows.labels, guess, rows.groups)
             run.found[task.name] = _task_free(
                 finders[id(run), task.is_pair],
-                texts.features(tuple(rows.texts)),
+                features(tuple(rows.texts)),
                 task,
                 rows,
                 guess,

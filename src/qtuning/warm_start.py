@@ -103,11 +103,7 @@ def answer_losses(
         answerer = Answerer(snapshot.rows.to(backbone.device), answers)
         tokens = backbone.tokenize(train.texts, len(snapshot.rows), answers.longest)
         queries += [Query(answerer, each) for each in tokens]
-    right = [
-        -float(found[label])
-        for found, label in zip(
-            score(backbone, queries), train.labels * len(snapshots), strict=True
-        )
-    ]
-    size = len(train)
-    return [sum(right[i : i + size]) / size for i in range(0, len(right), size)]
+    found = torch.stack(score(backbone, queries)).cpu().double()
+    gold = torch.tensor(train.labels).repeat(len(snapshots))
+    right = found.gather(1, gold[:, None]).view(len(snapshots), len(train))
+    return (-right.mean(dim=1)).tolist()

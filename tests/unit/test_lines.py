@@ -10,10 +10,10 @@ import torch
 
 from qtuning.backbones import attend as attending
 from qtuning.backbones import causal
-from qtuning.backbones.attend import attend, given_back, kernel_works
+from qtuning.backbones.attend import attend, kernel_works
 from qtuning.backbones.base import Row, Tokens
 from qtuning.backbones.causal import CausalBackbone
-from qtuning.backbones.extents import UNIT, Extent
+from qtuning.backbones.extents import TILE, UNIT, Extent
 from qtuning.backbones.lines import Line
 from qtuning.config import make_settings
 from qtuning.lanes import fit_lanes
@@ -43,8 +43,8 @@ def lined(backbone, rows):
 PROMPT, OTHER = range(2), range(2, 5)
 SINGLE = [
     Row(Tokens((5, 6, 7)), PROMPT, ((8,),)),
-    Row(Tokens((9,)), OTHER, ((),)),
     Row(Tokens((4, 3)), PROMPT, ((2, 1),)),
+    Row(Tokens((9,)), OTHER, ((),)),
     Row(Tokens((8, 8)), OTHER, ((),)),
 ]
 BRANCHED = [
@@ -55,36 +55,43 @@ BRANCHED = [
 ]
 
 
+def seen_from(line) -> list[list[int]]:
+    """Positions that each part sees, itself last."""
+    edges, parts = line.starts.tolist(), []
+    for i, others in enumerate(line.before.tolist()):
+        seen = [part for part in (*others, i) if part >= 0] if edges[i] < edges[i + 1] else []
+        parts.append([k for part in seen for k in range(edges[part], edges[part + 1])])
+    return parts
+
+
 def test_where_each_part_stands(llama) -> None:
     reading = lined(llama, SINGLE)
-    assert reading.extent == Extent(UNIT, UNIT + 10, 5)
-    line = Line.of(reading, trains=True)
-    assert line.starts.tolist() == [0, 2, 5, 9, 10, 14, 16]  # two prompts, four texts with a path
-    assert line.place[:16].tolist() == [0, 1, 0, 1, 2, 2, 3, 4, 5, 3, 2, 3, 4, 5, 3, 4]
-    parts = [
-        line.seen[first:last].tolist()
-        for first, last in zip(line.key_starts, line.key_starts[1:], strict=False)
-    ]
-    assert parts == [[0, 1], [2, 3, 4], [0, 1, 5, 6, 7, 8], [2, 3, 4, 9], [0, 1, 10, 11, 12, 13],
-                     [2, 3, 4, 14, 15]]  # fmt: skip
-    assert line.seen[line.owned[:16]].tolist() == list(range(16))
-    assert line.seen[line.used].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3], [4, 4]]
+    assert reading.extent == Extent(UNIT, 5)
+    line = Line.of(reading)
+    assert line.starts.tolist() == [0, 2, 5, 9, 13, 14, 16]  # two prompts, four texts with a path
+    assert line.place[:16].tolist() == [0, 1, 0, 1, 2, 2, 3, 4, 5, 2, 3, 4, 5, 3, 3, 4]
+    assert seen_from(line) == [[0, 1], [2, 3, 4], [0, 1, 5, 6, 7, 8], [0, 1, 9, 10, 11, 12],
+                               [2, 3, 4, 13], [2, 3, 4, 14, 15]]  # fmt: skip
+    assert line.seen_by.tolist() == [[5, 13], [13, 16], *[[0, 0]] * 4]
+    assert line.tiles[:6].tolist() == [[i, 0] for i in range(6)]
+    assert line.tiles[6:, 0].tolist() == [-1]
     bank = torch.randn(5, llama.embed_dim, dtype=torch.float64)
-    tokens = llama.embed(torch.tensor([5, 6, 7, 8, 9, 4, 3, 2, 1, 8, 8]))
+    tokens = llama.embed(torch.tensor([5, 6, 7, 8, 4, 3, 2, 1, 9, 8, 8]))
     assert torch.equal(line.embed(reading, bank, llama)[:16], torch.cat([bank, tokens]))
 
 
+def test_long_parts_have_several_tiles(llama) -> None:
+    slots = range(2)
+    line = Line.of(lined(llama, [Row(Tokens((1,) * n), slots) for n in (3, 2 * TILE + 1, TILE)]))
+    found = [tile for tile in line.tiles.tolist() if tile[0] >= 0]
+    assert found == [[0, 0], [1, 0], [2, 0], [2, TILE], [2, 2 * TILE], [3, 0]]
+
+
 def test_every_path_of_several_sees_its_text(llama) -> None:
-    reading = lined(llama, BRANCHED)
-    line = Line.of(reading, trains=False)
-    parts = [
-        line.seen[first:last].tolist()
-        for first, last in zip(line.key_starts, line.key_starts[1:], strict=False)
-    ]
+    line = Line.of(lined(llama, BRANCHED))
     text = [0, 1, 5, 6, 7]
-    assert parts == [[0, 1], [2, 3, 4], [], text, [2, 3, 4, 8], [0, 1, 9, 10], [11, 12], [*text, 13],
+    assert seen_from(line) == [[0, 1], [2, 3, 4], [], text, [2, 3, 4, 8], [0, 1, 9, 10], [11, 12], [*text, 13],
                      [*text, 14, 15], [], [], [0, 1, 9, 10, 16, 17], [11, 12, 18], [11, 12, 19]]  # fmt: skip
-    assert int(line.key_starts[-1]) <= reading.extent.keys
 
 
 @pytest.mark.parametrize("rows", [SINGLE, BRANCHED], ids=["single", "branched"])
@@ -99,26 +106,18 @@ def test_read_outs_are_those_of_padded_rows(llama, rows) -> None:
             assert torch.allclose(next(found)[: len(path)], path, atol=1e-6)
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_gradients_by_finite_differences(llama) -> None:
     """Two prompts, two texts each, shared heads: the operation against its own values."""
-    llama = make_backbone("llama", dtype=torch.float64)
-    line = Line.of(lined(llama, SINGLE), trains=True)
-    seen, owned = line.seen[:26], line.owned[:16]
+    line = Line.of(lined(llama, SINGLE))
     draw = torch.Generator().manual_seed(0)
     states = [
         torch.randn(16, heads, 3, dtype=torch.float64, generator=draw).requires_grad_()
         for heads in (4, 2, 2)
     ]
-    where = (line.starts, line.key_starts, seen, owned, line.used)
+    where = (line.starts, line.before, line.seen_by, line.tiles)
     assert torch.autograd.gradcheck(
-        lambda q, k, v: attend(q, k, v, *where, 8, 0.5)[0], states, atol=1e-6
+        lambda q, k, v: attend(q, k, v, *where, 0.5)[0], states, atol=1e-6
     )
-
-
-def test_copies_are_given_back_in_float32() -> None:
-    copies = torch.tensor([256.0, 1, 1, 1, 1, 7], dtype=torch.bfloat16)[:, None]
-    found = given_back(copies, torch.tensor([0, 5]), torch.tensor([[1, 2, 3, 4]]))
-    assert found.flatten().tolist() == [260, 7]  # one by one in bfloat16 it would stay 256
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,8 @@ def test_what_follows_the_last_part_may_be_anything(llama, in_lines, monkeypatch
     own = attending._part_by_part
     poisoned = []
 
-    def poison(query, key, value, starts, key_starts, scale):
-        out = own(query, key, value, starts, key_starts, scale).clone()
+    def poison(query, key, value, starts, before, scale):
+        out = own(query, key, value, starts, before, scale).clone()
         last = int(starts[-1])
         poisoned.append(len(out) - last)
         out[last:] = torch.nan
@@ -166,16 +165,16 @@ def test_a_step_of_expected_rows_is_one_pass_with_room_for_each(
     pack.expect(ahead)
     totals = []
     for batches in zip(*ahead, strict=True):
-        step, passes = pack.plan(batches, [1] * 6)
-        assert passes == pack.passes
+        step, [(rows, positions)] = pack.plan(batches, [1] * 6)
+        assert positions in pack.lines
         whole = int(pack.lengths[step.rows.numpy()].sum())
         totals.append(whole - 3 * sum(pack.prompts))  # four rows of each prompt, which is read once
-    [(rows, positions)] = pack.passes
-    assert rows == len(step.rows) == 4 * len(pack.prompts)
-    assert max(totals) <= positions < max(totals) + 8
+        assert totals[-1] <= positions
+        assert rows == len(step.rows) == 4 * len(pack.prompts)
+    assert max(totals) <= pack.lines[-1] < max(totals) + 8
     longest = [sorted(range(len(n.train)), key=lambda i: -len(n.train[i].ids))[:4] for n in lanes]
     [(_, more)] = pack.plan(longest, [1] * 6)[1]  # nobody expected that
-    assert more > positions
+    assert more > pack.lines[-1]
 
 
 def test_scores_and_teachers_are_those_of_padded_rows(llama, in_lines, monkeypatch) -> None:
@@ -212,7 +211,7 @@ def test_when_lines_fail_rows_are_padded(llama, in_lines, monkeypatch) -> None:
     llama.may_read_lines = False
     expected = fit_lanes(llama, plain, settings)
     llama.may_read_lines = True
-    monkeypatch.setattr(causal.Line, "of", lambda reading, trains: 1 / 0)
+    monkeypatch.setattr(causal.Line, "of", lambda reading: 1 / 0)
     with pytest.warns(
         UserWarning, match="cannot read rows without padding here .ZeroDivisionError"
     ):
@@ -230,11 +229,11 @@ def test_padded_rows_where_there_is_no_kernel(llama) -> None:
 def test_a_kernel_that_mixes_rows_is_not_used(monkeypatch) -> None:
     own, calls = attending._part_by_part, []
 
-    def mixing(query, key, value, starts, key_starts, scale):
+    def mixing(query, key, value, starts, before, scale):
         calls.append(1)
         if len(calls) == 1:  # "there"
-            key_starts = torch.tensor([0, 5, 13, 25], dtype=torch.int32)
-        return own(query, key, value, starts, key_starts, scale)
+            before = torch.tensor([[-1, -1], [0, -1], [0, 1]], dtype=torch.int32)
+        return own(query, key, value, starts, before, scale)
 
     kernel_works.cache_clear()
     monkeypatch.setattr(attending, "_part_by_part", mixing)

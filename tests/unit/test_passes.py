@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qtuning import passes
-from qtuning.passes import cut, fits
+from qtuning.passes import cut, few_sizes, fits
 
 CPU = torch.device("cpu")
 
@@ -53,3 +53,23 @@ def test_many_rows_are_cut_at_few_places() -> None:
 def test_rows_that_are_too_long_do_not_fit() -> None:
     assert fits(np.array([9, 5, 5]), ((1, 9), (2, 5)))
     assert not fits(np.array([9, 6, 5]), ((1, 9), (2, 5)))
+
+
+def test_sizes_of_lines_are_few_and_cheapest() -> None:
+    draw = np.random.default_rng(0)
+    needed = (64 * draw.integers(10, 100, size=150)).tolist()
+    found = few_sizes(needed)
+    assert found[-1] == max(needed)
+    assert len(found) == passes.MOST_SIZES
+
+    def cost(sizes: tuple[int, ...]) -> int:
+        own = sum(min(size for size in sizes if size >= each) for each in needed)
+        return own + len(sizes) * passes.SIZE_STEPS * max(needed)
+
+    halves = {int(q) for q in np.quantile(needed, np.arange(1, 16) / 16, method="higher")}
+    for count in (1, 2, 3):
+        for others in combinations(sorted(halves - {max(needed)}), count - 1):
+            assert cost(found) <= cost((*others, max(needed)))
+    assert few_sizes([640] * 9) == (640,)
+    assert few_sizes([64, 640]) == (640,)  # two steps do not repay another size
+    assert few_sizes([]) == ()

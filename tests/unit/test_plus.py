@@ -42,7 +42,7 @@ def test_a_filled_queue_gives_every_task_the_same_rows(bert) -> None:
     state, lanes = learnt(method_for(bert, fill_queue=True), 3)
     assert [len(state.snapshots[f"task{i}"].rows) for i in range(3)] == [8, 8, 8]
     assert [lane.evicting for lane in lanes] == [False, True, True]
-    known = bert.embed(torch.tensor(bert.vocabulary()))
+    known = bert.embed(torch.tensor(bert.vocabulary))
     first = method_for(bert, fill_queue=True).start(0).queue.rows
     assert len(first) == 4  # room for one prompt of two rows is left
     assert all((known == row).all(dim=-1).any() for row in first)

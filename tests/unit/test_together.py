@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
-from qtuning import stream_loop
+from qtuning import keys, stream_loop
 from qtuning.cli_sweep import _print_outcomes, _print_packs
 from qtuning.errors import ConfigError
 from qtuning.records import read_tensors
@@ -132,10 +132,18 @@ def test_texts_that_runs_share_are_read_once(
     configs: dict[str, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
-    real = stream_loop.learn_key
-    monkeypatch.setattr(stream_loop, "learn_key", lambda *a: counted.append(1) or real(*a))
+    real = keys.read_features
+    monkeypatch.setattr(
+        keys, "read_features", lambda b, texts: counted.append(len(texts)) or real(b, texts)
+    )
+    run_together(with_seeds([configs["a"]], 0), Path("alone"), device="cpu")
+    alone = counted.copy()
+    counted.clear()
     run_together(with_seeds([configs["a"], mixed(configs)[3]], 0), Path("shared"), device="cpu")
-    assert len(counted) == 3  # two runs, three tasks
+    assert (
+        counted == alone[-len(counted) :]
+    )  # two runs with the same texts; the reference was read before
+    assert len(counted) >= 3
 
 
 def test_a_mixed_pack_goes_on_with_the_same_bytes(configs: dict[str, RunConfig]) -> None:

@@ -255,6 +255,7 @@ class Backbone:
             out: Tensor = self.embedding(ids.to(self.device))
         return out
 
+    @cached_property
     def vocabulary(self) -> list[int]:
         """Ids from which prompts are initialised: all tokens but the special ones."""
         special = set(self.tokenizer.all_special_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from threading import RLock
 from typing import Any
@@ -21,6 +22,8 @@ from qtuning.backbones.base import (
     ALIGNED,
     MASKED,
     MIN_TEXT_TOKENS,
+    REMEMBERED_LENGTH,
+    REMEMBERED_TEXTS,
     Batch,
     Reading,
     Tokens,
@@ -52,6 +55,8 @@ class CausalBackbone(VocabularyBackbone):
         self.between_pair, self.question = "\n", QUESTION
         self._passing = RLock()  # a pass without a mask changes the model's settings meanwhile
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
+        self._is_plain = self.tokenizer.num_special_tokens_to_add() == 0
+        self._whole_ids = lru_cache(maxsize=REMEMBERED_TEXTS)(self._ids)
 
     def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as it follows the question; an end token only where one label begins another."""
@@ -69,11 +74,18 @@ class CausalBackbone(VocabularyBackbone):
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
         whole = self.between_pair.join(text) if isinstance(text, tuple) else text
-        body = self.tokenizer(whole, truncation=True, max_length=room - len(self._question))
-        ids = tuple(body["input_ids"])
+        room -= len(self._question)
+        if self._is_plain and len(whole) <= REMEMBERED_LENGTH:
+            # methods leave different room for the same text: where nothing is added to it, a part is a part
+            ids = self._whole_ids(whole, self.max_length)[:room]
+        else:
+            ids = self._ids(whole, room)
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids = ids[:-1]  # some tokenizers close every text; ours goes on
         return Tokens(ids + self._question)
+
+    def _ids(self, text: str, most: int) -> TokenIds:
+        return tuple(self.tokenizer(text, truncation=True, max_length=most)["input_ids"])
 
     def _fewest_tokens(self) -> int:
         return MIN_TEXT_TOKENS + len(self._question)
@@ -101,18 +113,13 @@ class CausalBackbone(VocabularyBackbone):
 
     def _read_line(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h] of prompts, texts and paths in a single sequence."""
-        line = Line.of(reading, torch.is_grad_enabled() and bank.requires_grad)
+        line = Line.of(reading)
         with self._passing, self._attention(LINE):
             states: Tensor = self.model.base_model(
                 inputs_embeds=line.embed(reading, bank, self)[None],
                 position_ids=line.place[None].clamp(max=self.max_length - 1),
                 use_cache=False,
-                line_starts=line.starts,
-                line_key_starts=line.key_starts,
-                line_seen=line.seen,
-                line_owned=line.owned,
-                line_used=line.used,
-                line_longest=self.max_length,
+                line=(line.starts, line.before, line.seen_by, line.tiles),
             ).last_hidden_state
         return line.reads(states[0], reading)
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 UNIT = 64
 """Positions by which lines differ at least: kernels work on blocks of so many."""
+TILE = 64
+"""Positions that a kernel's program works on."""
 
 
 class Extent(NamedTuple):
@@ -17,8 +19,6 @@ class Extent(NamedTuple):
 
     positions: int
     """Of prompts, texts and paths, and perhaps a few more that nobody sees."""
-    keys: int
-    """What its parts see, one part after another, and as many more."""
     prompted: int
     """Positions of the prompts, which stand first."""
 
@@ -26,14 +26,8 @@ class Extent(NamedTuple):
     def of(cls, rows: Sequence[Row]) -> Extent:
         """Of rows with any number of paths."""
         prompted = sum({id(row.slots): len(row.slots) for row in rows}.values())
-        filled = prompted + sum(len(row.tokens.ids) + sum(map(len, row.paths)) for row in rows)
-        seen = sum(len(row.slots) for row in rows)
-        if any(len(row.paths) > 1 for row in rows):  # then every path is a part of its own
-            seen += sum(
-                (len(row.slots) + len(row.tokens.ids)) * sum(map(bool, row.paths)) for row in rows
-            )
-        positions = aligned(filled)
-        return cls(positions, positions + seen, prompted)
+        texts = sum(len(row.tokens.ids) + sum(map(len, row.paths)) for row in rows)
+        return cls(aligned(prompted + texts), prompted)
 
 
 def aligned(filled: int) -> int:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from qtuning.backbones.attend import attend
 from qtuning.backbones.base import Backbone, Reading
+from qtuning.backbones.extents import TILE
 
 LINE = "qtuning-line"
 TAKES_LINES = ("llama",)
@@ -34,69 +35,51 @@ class Line:
 
     starts: Tensor
     """[m + 1] where each part begins, and where the last one ends; int32, as kernels want it."""
-    key_starts: Tensor
-    """[m + 1] the same among the keys."""
+    before: Tensor
+    """[m, 2] the prompt and the text that stand before each part, -1 for none."""
+    seen_by: Tensor
+    """[m, 2] positions, from the first to before the last, that see a prompt; empty for other parts."""
+    tiles: Tensor
+    """[t, 2] part, and place in it, of every stretch of `TILE` positions; part -1 for none."""
     part: Tensor
     """[positions] the part that a position is in, …"""
     within: Tensor
     """… and which of its positions it is."""
     place: Tensor
     """[positions] the same, counted from the beginning of its prompt."""
-    seen: Tensor
-    """[keys] positions that each part sees, one part after another: its prompt, its text, itself."""
-    owned: Tensor
-    """[positions] where among the keys a position is seen by its own part."""
-    used: Tensor
-    """[prompted, rows of a prompt] where a prompt's positions are seen by its texts; empty without gradients."""
 
     @classmethod
-    def of(cls, reading: Reading, trains: bool) -> Line:
-        """Where everything stands; training wants equally many rows for every prompt, with one path each."""
+    def of(cls, reading: Reading) -> Line:
+        """Where everything stands. For gradients rows have one path each, and those of a prompt stand together."""
         assert reading.extent is not None
-        device = reading.length.device
+        device, positions = reading.length.device, reading.extent.positions
         prompts, rows = len(reading.prompt), len(reading.length)
         tail = reading.reads - 1
-        before_text = reading.prompt[reading.group]
+        nothing = torch.full((prompts,), -1, device=device)
+        root, text = torch.cat([nothing, reading.group]), nothing.new_full((prompts + rows,), -1)
+        lengths = torch.cat([reading.prompt, reading.length])
         if reading.is_single:
             lengths = torch.cat([reading.prompt, reading.length + tail])
-            before = F.pad(before_text, (prompts, 0))
-            root = torch.cat([torch.arange(prompts, device=device), reading.group])
-            parent = root
         else:
-            texts = prompts + torch.arange(rows, device=device)
-            root = torch.cat(
-                [torch.arange(prompts, device=device), reading.group, reading.group[reading.owner]]
-            )
-            parent = torch.cat([root[: prompts + rows], texts[reading.owner]])
-            lengths = torch.cat([reading.prompt, reading.length, tail])
-            before_path = (before_text + reading.length)[reading.owner]
-            before = torch.cat([F.pad(before_text, (prompts, 0)), before_path])
-        starts, part, within = _spread(lengths, reading.extent.positions)
-        keys = torch.where(lengths > 0, before + lengths, 0)
-        key_starts, viewer, step = _spread(keys, reading.extent.keys)
-        rooted = reading.prompt[root[viewer]]
-        own = starts[viewer] + step - before[viewer]
-        in_text = starts[parent[viewer]] + step - rooted
-        in_prompt = starts[root[viewer]] + step
-        seen = torch.where(
-            step >= before[viewer], own, torch.where(step < rooted, in_prompt, in_text)
-        )
-        owned = key_starts[part] + before[part] + within
-        used = torch.zeros(0, 0, dtype=torch.long, device=device)
-        if trains:
-            of_prompt = reading.group.argsort(stable=True).view(prompts, -1)  # [g, rows of each]
-            first = key_starts[prompts + of_prompt]
-            head = slice(reading.extent.prompted)
-            used = first[part[head]] + within[head, None]
+            root = torch.cat([root, reading.group[reading.owner]])
+            text = torch.cat([text, prompts + reading.owner])
+            lengths = torch.cat([lengths, tail])
+        starts, part, within = _spread(lengths, positions)
+        count = -(-lengths // TILE)
+        ends, tiled, stretch = _spread(count, positions // TILE + len(lengths))
+        is_tile = torch.arange(len(tiled), device=device) < ends[-1]
+        texts_first = torch.searchsorted(reading.group, torch.arange(prompts + 1, device=device))
+        edges = starts[prompts + texts_first]
+        seen_by = F.pad(torch.stack([edges[:-1], edges[1:]], dim=1), (0, 0, 0, len(lengths) - prompts))  # fmt: skip
+        ahead = lengths[root].where(root >= 0, 0) + lengths[text].where(text >= 0, 0)
         return cls(
             starts.int(),
-            key_starts.int(),
+            torch.stack([root, text], dim=1).int(),
+            seen_by.int(),
+            torch.stack([tiled.where(is_tile, -1), stretch * TILE], dim=1).int(),
             part,
             within,
-            before[part] + within,
-            seen.clamp(0, reading.extent.positions - 1),
-            owned.clamp(max=reading.extent.keys - 1),
-            used,
+            ahead[part] + within,
         )
 
     def embed(self, reading: Reading, bank: Tensor, backbone: Backbone) -> Tensor:
@@ -149,20 +132,12 @@ def line_attention(
     attention_mask: None,
     *,
     scaling: float,
-    line_starts: Tensor,
-    line_key_starts: Tensor,
-    line_seen: Tensor,
-    line_owned: Tensor,
-    line_used: Tensor,
-    line_longest: int,
+    line: tuple[Tensor, ...],
     **_: Any,
 ) -> tuple[Tensor, None]:
     """[1, heads, s, d] -> [1, s, heads, d]: every part of a line sees what it may, causal in itself."""
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-    found, _lse = attend(
-        q, k, v, line_starts, line_key_starts, line_seen, line_owned, line_used, line_longest, scaling
-    )  # fmt: skip
-    return found[None], None
+    return attend(q, k, v, *line, scaling)[0][None], None
 
 
 AttentionInterface.register(LINE, line_attention)

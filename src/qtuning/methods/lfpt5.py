@@ -228,7 +228,7 @@ class LFPT5:
         words = [card.label_words[name] for name in card.label_names]
         own = [token for sequence in backbone.answers(words).sequences for token in sequence]
         drawn = sample_vocabulary_rows(
-            backbone.embed, backbone.vocabulary(), self.rows, torch_generator(seed, "prompt")
+            backbone.embed, backbone.vocabulary, self.rows, torch_generator(seed, "prompt")
         )
         first = backbone.embed(torch.tensor(own[: self.rows])).to(drawn)
         return torch.cat([first, drawn])[: self.rows].to("cpu", backbone.lane_dtype)

@@ -81,12 +81,12 @@ class QTuning:
         if settings.fill_queue:
             count = settings.prompt_length * (settings.queue_size - 1)
             drawn = sample_vocabulary_rows(
-                backbone.embed, backbone.vocabulary(), count, torch_generator(seed, "queue")
+                backbone.embed, backbone.vocabulary, count, torch_generator(seed, "queue")
             )
             queue = replace(queue, rows=drawn.to("cpu", backbone.lane_dtype))
         generator = torch_generator(seed, "shared-prefix")
         shared = sample_vocabulary_rows(
-            backbone.embed, backbone.vocabulary(), settings.shared_length, generator
+            backbone.embed, backbone.vocabulary, settings.shared_length, generator
         )
         shared = shared.to("cpu", backbone.lane_dtype)
         mlp: dict[str, Tensor] = {}
@@ -210,7 +210,7 @@ class QTuningLane:
         if self.start.source is None:
             return sample_vocabulary_rows(
                 self.backbone.embed,
-                self.backbone.vocabulary(),
+                self.backbone.vocabulary,
                 settings.prompt_length,
                 self._generator("prompt"),
             )
@@ -279,8 +279,9 @@ class QTuningLane:
         if not (active and self.evicting and self.trains_shared):
             return
         bank = self.state.last_layout.to(backbone.device)
+        slots = range(len(bank))  # one object, so that the rows are known to share a prompt
         rows = [
-            Row(tokens, range(len(bank)), (self.answers.sequences[label][:-1],))
+            Row(tokens, slots, (self.answers.sequences[label][:-1],))
             for tokens, label in zip(self.train, self.train_labels, strict=True)
         ]
         self.teacher = read_all(backbone, rows, bank)
