@@ -24,6 +24,7 @@ MARKS = {
     "per-task-prompt": ("o", OTHERS),
     "shared-prompt": ("v", CONTROL),
     "prog-prompt": ("x", OTHERS),
+    "prompt-tuning": ("+", OTHERS),
     "q-tuning": ("s", OURS),
     "q-tuning-plus": ("^", OURS),
 }
@@ -58,6 +59,8 @@ def when_learnt() -> tuple[list[str], dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {}
     for file in sorted((RECORDS / "long-smollm2").glob("*/*/*/result.json")):
         record = json.loads(file.read_text())
+        if "eviction" in record["config"]["settings"]:  # the paper's own rule is not in it
+            continue
         own = found.setdefault(record["method"], {})
         for task, facts in record["tasks"].items():
             own.setdefault(task, []).append(100 * facts["when_learnt"])

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    file: Annotated[
-        Path | None, typer.Argument(help="A YAML of a sweep; flags below override it.")
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(help="YAMLs of sweeps, taken as one; flags below override them."),
     ] = None,
     stream: Annotated[
         str | None, typer.Option(help="One or several, e.g. 'demo starter-four'.")
@@ -98,10 +99,11 @@ def sweep(
         `qtuning sweep examples/sweep.yaml --ray --cpus-per-pack 2`
 
         `qtuning sweep --stream "order-08 order-09 order-10" --together --data DIR --dry-run`
-    """
-    from qtuning.sweep import Place, expand, override, read_sweep, run_here, run_on_ray
 
-    raw: dict[str, Any] = read_yaml(file) if file else {}
+        `qtuning sweep tables/long-smollm2.yaml tables/eviction-smollm2.yaml --data DIR --dry-run`
+    """
+    from qtuning.sweep import Place, expand, joined, override, read_sweep, run_here, run_on_ray
+
     names = {"streams": stream, "methods": method, "models": model, "presets": preset}
     own: dict[str, Any] = {key: _names(text) for key, text in names.items() if text is not None}
     if seeds is not None:
@@ -112,11 +114,12 @@ def sweep(
         own["together"] = together
     chosen = {} if shots is None else {"shots": shots}
     own |= {"settings": chosen | parse_settings(settings or []), "vary": _varied(vary or [])}
-    raw = override(raw, own)
+    grids = {str(file): read_yaml(file) for file in files or ()} or {"the flags": {}}
+    whole_sweep = joined([read_sweep(override(raw, own), name) for name, raw in grids.items()])
     if not ray and (address is not None or gpus_per_pack is not None):
         flag = "--gpus-per-pack" if address is None else "--address"
         raise ConfigError(f"{flag} is for Ray; add --ray, or leave it out.")
-    packs = expand(read_sweep(raw, str(file or "the flags")))
+    packs = expand(whole_sweep)
     if dry_run:
         _print_packs(packs, output)
         return

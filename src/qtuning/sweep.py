@@ -145,6 +145,11 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
     return Sweep(**lists, settings=settings, vary=vary, fixed=fixed, together=together)
 
 
+def joined(sweeps: Sequence[Sweep]) -> Sweep:
+    """Several sweeps as one, so that what can share a pack does, and what stands in several is run once."""
+    return Sweep((), parts=[part for each in sweeps for part in each.parts or (each,)])
+
+
 def override(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """A sweep's mapping with what the flags say.
 

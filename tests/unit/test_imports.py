@@ -46,6 +46,7 @@ EDGES = {
     "idbr.py",
     "trackers.py",
     "export.py",
+    "tree_kernel.py",
 }
 
 

@@ -21,6 +21,7 @@ from qtuning.sweep import (
     Place,
     Sweep,
     expand,
+    joined,
     override,
     read_sweep,
     run_here,
@@ -407,3 +408,18 @@ def test_errors_on_ray_are_those_of_the_pack(place: Place, cluster: Any) -> None
     assert found[1].error == ""
     with pytest.raises(ConfigError, match=r"--cpus-per-pack 64: no node has so many"):
         run_on_ray(packs, place, cpus=64)
+
+
+def test_several_files_are_one_sweep(command, tmp_path) -> None:
+    """What can share a pack does, and a run that stands in both is one."""
+    common = {"streams": ["order-08"], "together": True, "seeds": [0, 1]}
+    two = {"methods": ["q-tuning", "per-task-prompt"]}
+    for name, own in (("a", {"seeds": [0]}), ("b", two), ("c", {"dtype": "bf16"})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**common, **own}))
+    files = [str(tmp_path / f"{name}.yaml") for name in "abc"]
+    raws = [yaml.safe_load(Path(file).read_text()) for file in files]
+    packs = expand(joined([read_sweep(raw, "x.yaml") for raw in raws]))
+    assert [len(pack.runs) for pack in packs] == [4, 2]  # bf16 shares nothing with the others
+    code, said = command("sweep", *files, "--dry-run")
+    assert (code, "2 packs, 6 runs" in said) == (0, True)
+    assert command("sweep", files[0], tmp_path / "none.yaml", "--dry-run")[0] != 0

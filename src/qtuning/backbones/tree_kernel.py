@@ -15,6 +15,8 @@ from torch import Tensor
 
 from qtuning.backbones.extents import TILE
 
+STAGES = 1
+"""Loads ahead of the loop: parts are short, so more programs at a time are worth more than these."""
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials of 2 are what the card computes."""
 
@@ -209,7 +211,7 @@ def forward(
     sums = torch.empty(heads, positions, dtype=torch.float32, device=query.device)
     _forward[(len(tiles), heads)](
         query, key, value, out, sums, starts, before, tiles, scale, positions, *query.stride()[:2],
-        *key.stride()[:2], *value.stride()[:2], heads, heads // key.shape[1], TILE, width,
+        *key.stride()[:2], *value.stride()[:2], heads, heads // key.shape[1], TILE, width, num_stages=STAGES,
     )  # fmt: skip
     return out, sums
 
@@ -229,10 +231,10 @@ def backward(
     sizes = (heads, heads // key.shape[1], TILE, width)
     _to_query[(len(tiles), heads)](
         gradient, query, key, value, out, sums, deltas, back[0], starts, before, tiles, scale, positions, *strides,
-        *sizes,
+        *sizes, num_stages=STAGES,
     )  # fmt: skip
     _to_key_and_value[(len(tiles), key.shape[1])](
         gradient, query, key, value, sums, deltas, back[1], back[2], starts, seen_by, tiles, scale, positions,
-        *strides, *sizes,
+        *strides, *sizes, num_stages=STAGES,
     )  # fmt: skip
     return back[0], back[1], back[2]
