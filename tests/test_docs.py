@@ -641,3 +641,29 @@ def test_the_table_of_serving_comes_from_the_measurements() -> None:
     mixed = json.loads((results / "serving-mixed-minilm-cpu.json").read_text())
     assert f"it takes {load['ratio']:.1f} times the requests of a plain FastAPI loop" in readme
     assert f"in one batch cost {mixed['mixed_over_single']:.2f} times 64 of one task" in readme
+
+
+def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
+    results = ROOT / "perf" / "results"
+    record = json.loads((results / "padding-gpu.json").read_text())
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert between(page, "lines") == [
+        f"| {each['place']} | {each['padded']['ms']:.1f} | {each['padded']['positions']:,.0f} | "
+        f"{each['line']['ms']:.1f} | {each['line']['positions']:,.0f} | {each['ratio']:.2f} |"
+        for each in record["results"]
+    ]
+    assert max(each["largest_difference_of_first_losses"] for each in record["results"]) <= 0.05
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{record['ratio']:.1f} times as fast again for {record['lanes']} runs" in readme
+    pack = json.loads((results / "pack-63-gpu.json").read_text())
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    for said in (
+        f"a pack of {pack['lanes']} lanes",
+        f"took {pack['seconds'] / 60:.0f} minutes:",
+        f"{sum(task['steps_s'] for task in pack['tasks']) / 60:.1f} of steps, "
+        f"{sum(task['scoring_s'] for task in pack['tasks']) / 60:.1f} of scoring",
+        f"a run's share {pack['seconds'] / pack['lanes']:.1f} seconds",
+    ):
+        assert said in claims
+    earlier = pack["earlier_pack_of_padded_rows"]
+    assert f"had {earlier['seconds'] / earlier['lanes']:.1f}" in claims

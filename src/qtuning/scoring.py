@@ -65,10 +65,16 @@ class AnswererTable:
         self, backbone: Backbone, tokens: Sequence[Tokens], asked: Sequence[int]
     ) -> list[Tensor]:
         """Log-probabilities [labels of its task] of each text; `asked` says which task it is for."""
-        quiz = Quiz(backbone, tokens, asked, self.slots, self.answers, self._prefixes)
-        found = quiz.log_probs(self.bank, self.heads)
+        found = self.padded_log_probs(backbone, tokens, asked)
         sizes = [len(self.answers[i].sequences) for i in asked]
         return [line[:size] for line, size in zip(found, sizes, strict=True)]
+
+    def padded_log_probs(
+        self, backbone: Backbone, tokens: Sequence[Tokens], asked: Sequence[int]
+    ) -> Tensor:
+        """The same in one tensor [texts, most labels of those asked], -inf past a task's own."""
+        quiz = Quiz(backbone, tokens, asked, self.slots, self.answers, self._prefixes)
+        return quiz.log_probs(self.bank, self.heads)
 
 
 def score(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qtuning.backbones import Backbone, Head
-from qtuning.scoring import Answerer, Query, score
+from qtuning.backbones import Backbone, Head, Tokens
+from qtuning.scoring import Answerer, AnswererTable
 from qtuning.tasks import Task, Text
 from qtuning.tensors import part
 
@@ -151,15 +151,16 @@ def predict_together(
     backbone: Backbone, asked: Sequence[tuple[Snapshot, Sequence[Text]]]
 ) -> list[Tensor]:
     """The same for several tasks in one go: [texts, labels] of each."""
-    queries: list[Query] = []
-    for snapshot, texts in asked:
-        answerer = snapshot.answerer(backbone)
-        tokens = backbone.tokenize(texts, len(snapshot.rows), answerer.answers.longest)
-        queries += [Query(answerer, each) for each in tokens]
-    found = iter(score(backbone, queries))
+    answerers = [snapshot.answerer(backbone) for snapshot, _ in asked]
+    tokens: list[Tokens] = []
+    for (snapshot, texts), answerer in zip(asked, answerers, strict=True):
+        tokens += backbone.tokenize(texts, len(snapshot.rows), answerer.answers.longest)
+    sizes = [len(texts) for _, texts in asked]
+    of_text = [i for i, size in enumerate(sizes) for _ in range(size)]
+    if not tokens:
+        return [torch.zeros(0, len(snapshot.card.label_names)) for snapshot, _ in asked]
+    found = AnswererTable(answerers).padded_log_probs(backbone, tokens, of_text).cpu()
     return [
-        torch.stack([next(found) for _ in texts]).cpu()
-        if texts
-        else torch.zeros(0, len(snapshot.card.label_names))
-        for snapshot, texts in asked
+        own[:, : len(snapshot.card.label_names)].clone()
+        for own, (snapshot, _) in zip(torch.split(found, sizes), asked, strict=True)
     ]

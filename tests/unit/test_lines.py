@@ -106,6 +106,20 @@ def test_read_outs_are_those_of_padded_rows(llama, rows) -> None:
             assert torch.allclose(next(found)[: len(path)], path, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
+def test_models_are_tried_before_lines_are_used(kind: str, monkeypatch) -> None:
+    assert make_backbone(kind)._reads_alike
+
+    def blind(q, k, v, starts, before, scale):  # texts do not see their prompts
+        return own(q, k, v, starts, torch.full_like(before, -1), scale)
+
+    own = attending._part_by_part
+    monkeypatch.setattr(attending, "_part_by_part", blind)
+    assert not make_backbone(kind)._reads_alike
+    monkeypatch.setattr(causal.Line, "of", lambda reading: 1 / 0)
+    assert not make_backbone(kind)._reads_alike
+
+
 def test_gradients_by_finite_differences(llama) -> None:
     """Two prompts, two texts each, shared heads: the operation against its own values."""
     line = Line.of(lined(llama, SINGLE))

@@ -40,6 +40,8 @@ REMEMBERED_TEXTS = 32_768
 """Texts whose tokens are kept, …"""
 REMEMBERED_LENGTH = 8_192
 """… and how long they may be: what strangers send must not fill the memory."""
+REMEMBERED_LABELS = 1_024
+"""Sets of label words whose tokens are kept: every task is asked again and again."""
 MIN_TEXT_TOKENS = 4
 """Fewer tokens than this left for the text, special ones included, is refused."""
 
@@ -355,11 +357,14 @@ class Backbone:
                 line[: len(sequence)] = sequence
             return torch.from_numpy(filled).to(self.device)
 
-        types = padded([row.tokens.types or (0,) * len(row.tokens.ids) for row in rows])
+        ids = padded([row.tokens.ids for row in rows], self.pad_id)
+        types = torch.zeros_like(ids)
+        if any(row.tokens.types for row in rows):
+            types = padded([row.tokens.types or (0,) * len(row.tokens.ids) for row in rows])
         prompts = {id(row.slots): row.slots for row in rows}
         number = {each: i for i, each in enumerate(prompts)}
         return Reading(
-            ids=padded([row.tokens.ids for row in rows], self.pad_id),
+            ids=ids,
             types=types,
             length=tensor([len(row.tokens.ids) for row in rows]),
             slots=padded(list(prompts.values())),
@@ -463,6 +468,7 @@ class VocabularyBackbone(Backbone):
             )
         self.vocabulary_size = int(self.lm_head.weight.shape[0])
         self._output_scale, self._output_bias = self._find_output_rule()
+        self._answers = lru_cache(maxsize=REMEMBERED_LABELS)(self._answers_of)
 
     @property
     def hidden_dim(self) -> int:
@@ -478,6 +484,9 @@ class VocabularyBackbone(Backbone):
 
     def answers(self, label_words: Sequence[str]) -> AnswerSet:
         """Token sequences of the labels, all different."""
+        return self._answers(tuple(label_words))
+
+    def _answers_of(self, label_words: tuple[str, ...]) -> AnswerSet:
         sequences = self.answer_tokens(label_words)
         if len(set(sequences)) < len(sequences):
             raise BackboneError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from threading import RLock
 from typing import Any
@@ -26,11 +26,13 @@ from qtuning.backbones.base import (
     REMEMBERED_TEXTS,
     Batch,
     Reading,
+    Row,
     Tokens,
     VocabularyBackbone,
     gather_reads,
 )
-from qtuning.backbones.lines import LINE, TAKES_LINES, Line
+from qtuning.backbones.extents import Extent
+from qtuning.backbones.lines import LINE, Line
 from qtuning.backbones.prefixes import Prefixes
 from qtuning.tasks import Text
 
@@ -40,6 +42,8 @@ seen; any other model reads the text again for every path."""
 UNMASKED = "qtuning-unmasked"
 """An attention for which `transformers` makes no mask: its own function, without a mask function beside it."""
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+ALIKE = 0.1
+"""Share by which numbers of two ways may differ: half precision does by a hundredth, another attention altogether."""
 QUESTION = "\nAnswer:"
 """Stands between text and label words, so that the model knows where the text ends."""
 
@@ -125,16 +129,37 @@ class CausalBackbone(VocabularyBackbone):
 
     @property
     def reads_lines(self) -> bool:
-        """Where the kernel for it works: on a card, in half precision."""
+        """Where the kernels for it work, on a card in half precision, and this model gives the same numbers so."""
         is_half = self.dtype in (torch.bfloat16, torch.float16)
         if not (self.device.type == "cuda" and is_half and self.is_frozen and self.may_read_lines):
             return False
-        config = self.model.config
-        takes_them = config.model_type in TAKES_LINES and self._takes_attention
-        if not takes_them or self.prompt_at == AFTER_TEXT:
+        if not self._takes_attention or self.prompt_at == AFTER_TEXT:
             return False
-        heads, shared = config.num_attention_heads, config.num_key_value_heads
-        return kernel_works(self.device, self.dtype, heads, shared, config.head_dim)
+        config = self.model.config
+        heads = config.num_attention_heads
+        shared = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return kernel_works(self.device, self.dtype, heads, shared, width) and self._reads_alike
+
+    @cached_property
+    def _reads_alike(self) -> bool:
+        """Whether a few rows have the same read-outs in a line as padded: tried once, whatever the model is."""
+        words, prompts = self.vocabulary, (range(3), range(3, 5))
+        ids = [words[i * len(words) // 24] for i in range(24)]
+        rows = [
+            Row(Tokens(tuple(ids[:5])), prompts[0], ((ids[5], ids[6]), (ids[7],))),
+            Row(Tokens(tuple(ids[8:20])), prompts[1], ((ids[20],),)),
+            Row(Tokens(tuple(ids[3:9])), prompts[1], ((),)),
+        ]
+        bank = self.embed(torch.tensor(ids[10:15])).to(self.lane_dtype)
+        reading = self.prepare(rows)
+        with torch.no_grad():
+            padded = self.hidden(reading, bank)
+            try:
+                line = self._read_line(replace(reading, extent=Extent.of(rows)), bank)
+            except Exception:  # a model that does not take it, in whatever way
+                return False
+        return bool((line - padded).norm() < ALIKE * padded.norm())
 
     @property
     def _takes_attention(self) -> bool:

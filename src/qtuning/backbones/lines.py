@@ -22,8 +22,6 @@ from qtuning.backbones.base import Backbone, Reading
 from qtuning.backbones.extents import TILE
 
 LINE = "qtuning-line"
-TAKES_LINES = ("llama",)
-"""Models that hand what they are given on to their attention, and take positions of ours."""
 
 
 @dataclass(frozen=True)
