@@ -45,7 +45,7 @@ test-gpu: setup                  ## what needs a CUDA card
 	$(BIN)/python -m pytest -q -m gpu tests
 
 test-kernels: setup              ## attention kernels in Triton's interpreter, without a card
-	$(BIN)/pip install --quiet --target build/kernels --upgrade triton "numpy<2.4"   # aside: the interpreter wants it older
+	$(BIN)/pip install --quiet --target build/kernels --upgrade triton "numpy<2.4"   # the interpreter wants it older
 	TRITON_INTERPRET=1 PYTHONPATH=build/kernels $(BIN)/python -m pytest -q tests/unit/test_tree_kernel.py
 
 test-ray: setup                  ## sweeps and large files on a Ray of this machine's own

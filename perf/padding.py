@@ -3,8 +3,7 @@
 27 lanes: the tasks at one place of orders 11, 12 and 13, by three methods, three seeds each, with the preset `smollm2`.
 Both ways take turns in one process, captured and compiled for all lengths; the first steps of both are compared.
 
-Run: python perf/padding.py --data DIR                   (needs a CUDA card)
-     python perf/padding.py --data DIR --device cpu      (padded only: lines need a card)
+Run: python perf/padding.py --data DIR      (needs a CUDA card)
 """
 
 from __future__ import annotations
@@ -65,7 +64,8 @@ class Steps:
                         state = replace(state, queue=queue, learnt=place, last_layout=layout)
                     self.fits.append(Fit(learner.lane(state, task, split), train))
         self.use()
-        self.pack = Pack(backbone, [fit.lane for fit in self.fits], train)
+        settings = [fit.settings for fit in self.fits]
+        self.pack = Pack(backbone, [fit.lane for fit in self.fits], settings)
         self.pack.expect([fit.batches_ahead() for fit in self.fits])
 
     def use(self) -> None:
@@ -97,11 +97,11 @@ def measure(backbone, place: int, data: str, seeds: int, rounds: int, repeats: i
         losses[way] = steps.pack.take_losses()
     for _ in range(rounds):
         for way, steps in ways.items():
-            synchronize(backbone)
+            torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(repeats):
                 steps.step()
-            synchronize(backbone)
+            torch.cuda.synchronize()
             times[way].append(1000 * (time.perf_counter() - began) / repeats)
     for way, steps in ways.items():
         steps.use()
@@ -116,16 +116,9 @@ def measure(backbone, place: int, data: str, seeds: int, rounds: int, repeats: i
     return found
 
 
-def synchronize(backbone) -> None:
-    """Until the device is idle."""
-    if backbone.device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repeats: int) -> dict:
     """All places, with what they were measured on."""
-    backbone.is_captured = True  # on a card; elsewhere steps of one shape, as they would be there
-    backbone.is_compiled = backbone.for_all_lengths = backbone.compile != "off"
+    backbone.is_captured = backbone.is_compiled = backbone.for_all_lengths = True
     results = []
     for place in places:
         results.append(measure(backbone, place - 1, data, seeds, rounds, repeats))
@@ -134,12 +127,11 @@ def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repea
         }
         print(place, shown, f"{results[-1]['ratio']:.2f}", flush=True)
     backbone.may_read_lines = True
-    on_card = backbone.device.type == "cuda"
     return {
         "command": f"python perf/padding.py --data DIR --places {' '.join(map(str, places))}",
         "date": date.today().isoformat(),
         "versions": {
-            "device": torch.cuda.get_device_name() if on_card else "cpu",
+            "device": torch.cuda.get_device_name(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -159,7 +151,6 @@ def main() -> None:
     )
     parser.add_argument("--data", required=True)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--places", type=int, nargs="+", default=[8, 25, 42, 59])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
@@ -168,11 +159,11 @@ def main() -> None:
         "--output", type=Path, default=Path(__file__).parent / "results" / "padding-gpu.json"
     )
     given = parser.parse_args()
-    on_card = given.device == "cuda"
     backbone = load_backbone(
-        given.model, device=given.device, dtype="bf16" if on_card else "fp32", max_length=256,
-        compile="dynamic" if on_card else "off",
-    )  # fmt: skip
+        given.model, device="cuda", dtype="bf16", max_length=256, compile="dynamic"
+    )
+    if not backbone.reads_lines:
+        raise SystemExit("lines do not work on this card: there is nothing to compare")
     record = study(backbone, given.data, given.places, given.seeds, given.rounds, given.steps)
     given.output.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -115,7 +115,9 @@ def sweep(
     chosen = {} if shots is None else {"shots": shots}
     own |= {"settings": chosen | parse_settings(settings or []), "vary": _varied(vary or [])}
     grids = {str(file): read_yaml(file) for file in files or ()} or {"the flags": {}}
-    whole_sweep = joined([read_sweep(override(raw, own), name) for name, raw in grids.items()])
+    whole_sweep = joined(
+        [read_sweep(override(raw, own, name), name) for name, raw in grids.items()]
+    )
     if not ray and (address is not None or gpus_per_pack is not None):
         flag = "--gpus-per-pack" if address is None else "--address"
         raise ConfigError(f"{flag} is for Ray; add --ray, or leave it out.")

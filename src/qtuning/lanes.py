@@ -233,15 +233,14 @@ class _Engine:
     def _slower(self, failure: str) -> None:
         """Go on without what failed. The step changed nothing: tensors are moved last."""
         backbone = self.backbone
-        if backbone.reads_lines:
+        if backbone.is_compiled:
+            what, backbone.is_compiled, backbone.compile = "be compiled", False, "off"
+        elif backbone.is_captured:
+            what, backbone.is_captured, backbone.compile = "be captured as a CUDA graph", False, "off"  # fmt: skip
+        else:  # last: lines were tried before they were used
             what, backbone.may_read_lines = "read rows without padding", False
             self.pack.quizzes.clear()
-            self.pack.expect([fit.batches_ahead() for fit in self.running])
-        elif backbone.is_compiled:
-            what, backbone.is_compiled, backbone.compile = "be compiled", False, "off"
-        else:
-            what, backbone.is_captured = "be captured as a CUDA graph", False
-            backbone.compile = "off"
+        self.pack.expect([fit.batches_ahead() for fit in self.running])
         self.pack.graphs.forget()
         warnings.warn(
             f"{backbone.name!r} cannot {what} here ({failure}): going on without.", stacklevel=2
@@ -357,8 +356,8 @@ def lanes_that_fit(
     """As many lanes as the card has memory for, from one step of the longest of them; all on a CPU."""
     if backbone.device.type != "cuda" or len(lanes) < 2:
         return max(1, len(lanes))
-    longest = max(lanes, key=_positions)
     batch = max(own.batch_size for own in settings)
+    longest = max(lanes, key=lambda lane: _positions(lane, batch, backbone.reads_lines))
     pack = Pack(backbone, [longest], replace(settings[0], batch_size=batch))
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(backbone.device)
@@ -374,11 +373,12 @@ def lanes_that_fit(
     return max(1, min(len(lanes), int(SHARE_OF_FREE_MEMORY * free / needed)))
 
 
-def _positions(lane: Lane) -> int:
-    """Of the lane's longest example, prompt included; retention reads it once more."""
+def _positions(lane: Lane, batch: int, in_line: bool) -> int:
+    """Of a step with the lane's longest example, prompt included; retention reads it once more."""
     prompt = len(lane.layout({**lane.fixed, **lane.trained}))
-    text = max(len(tokens.ids) for tokens in lane.train)
-    return prompt + text + (0 if lane.teacher is None else lane.settings.shared_length + text)
+    prompt += 0 if lane.teacher is None else lane.settings.shared_length
+    text = max(len(tokens.ids) for tokens in lane.train) * (1 if lane.teacher is None else 2)
+    return (prompt if in_line else batch * prompt) + batch * text
 
 
 def _is_due(fit: Fit) -> bool:

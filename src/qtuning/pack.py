@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, Head, Row
-from qtuning.backbones.extents import Extent, aligned
+from qtuning.backbones.extents import Extent, aligned, prompts_of
 from qtuning.config import TrainSettings
 from qtuning.graphs import StepGraphs
 from qtuning.passes import Passes, cut, few_sizes, fits
@@ -65,10 +66,10 @@ class Pack:
                 for r in rows
             ]
         )  # fmt: skip
-        numbers = {each: i for i, each in enumerate(dict.fromkeys(id(r.slots) for r in rows))}
-        self.groups = np.array([numbers[id(r.slots)] for r in rows])
+        prompts, groups = prompts_of(rows)
+        self.groups = np.array(groups)
         """The prompt of every row of the table."""
-        self.prompts = list({id(r.slots): len(r.slots) for r in rows}.values())
+        self.prompts = [len(slots) for slots in prompts]
         """Vectors of every prompt; each stands before equally many rows of a step."""
         self.shortest = [
             min(range(len(lane.train)), key=lambda i: len(lane.train[i].ids)) for lane in self.lanes
@@ -124,6 +125,8 @@ class Pack:
 
     def expect(self, ahead: Sequence[Iterable[Sequence[int]]]) -> None:
         """Choose shapes that suit the steps to come, from every lane's batches until it ends: few to capture."""
+        if not self.has_fixed_shapes:
+            return
         steps = itertools.islice(itertools.zip_longest(*ahead, fillvalue=()), EXPECTED_STEPS)
         found = [-np.sort(-self.lengths[self._filled(batches)[1]]) for batches in steps]
         if self.backbone.reads_lines:
@@ -154,11 +157,12 @@ class Pack:
         return examples, np.concatenate([*whole, *shared])
 
     def _passes(self, lengths: np.ndarray) -> Passes:
-        """Over rows of these lengths, longest first; where shapes are fixed, those that were expected."""
+        """Over rows of these lengths, in the order of reading; where shapes are fixed, those that were expected."""
         if self.backbone.reads_lines:  # one pass, and its positions are the line's
             needed = self._line(lengths)
-            expected = self.lines if self.has_fixed_shapes else ()
-            return ((len(lengths), min((n for n in expected if n >= needed), default=needed)),)
+            if self.has_fixed_shapes:
+                needed = min(n for n in (*self.lines, self.longest_line) if n >= needed)
+            return ((len(lengths), needed),)
         if not self.has_fixed_shapes:
             return self._cut(lengths)
         if sum(rows for rows, _ in self.passes) != len(lengths):
@@ -175,6 +179,13 @@ class Pack:
         """Positions of a line of rows of these lengths: every prompt stands in it once."""
         again = (len(lengths) // len(self.prompts) - 1) * sum(self.prompts)
         return aligned(int(lengths.sum()) - again)
+
+    @cached_property
+    def longest_line(self) -> int:
+        """Positions that are enough for any step: one size for all that nobody expected."""
+        longest = np.zeros(len(self.prompts), dtype=np.int64)
+        np.maximum.at(longest, self.groups, self.lengths)
+        return self._line(np.repeat(longest, self.batch_size))
 
     def _read(self, rows: Tensor, positions: int, bank: Tensor) -> Tensor:
         """[n, t, h] of these rows of the table, in one pass."""

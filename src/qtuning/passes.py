@@ -30,7 +30,7 @@ SIZE_STEPS = 4
 """Steps that could be taken while one more size is run for the first time and captured."""
 
 Passes = tuple[tuple[int, int], ...]
-"""Rows and positions of each pass, longest first."""
+"""Rows and positions of each pass, longest first; a line is one pass."""
 
 
 def cut(lengths: np.ndarray, where: device) -> Passes:
@@ -66,7 +66,7 @@ def fits(lengths: np.ndarray, passes: Passes) -> bool:
 
 
 def few_sizes(needed: Sequence[int]) -> tuple[int, ...]:
-    """Sizes, the largest last, for steps that need so many positions each: with the least to compute in all."""
+    """Sizes, the largest last, for steps that need so many positions each: those of sixteen with least to compute."""
     if not needed:
         return ()
     in_order = np.sort(np.array(needed))

@@ -183,7 +183,7 @@ class RunJournal(Journal):
         used = memory()  # of the process, so once for all runs
         for run, folder in zip(runs, self.folders, strict=True):
             task = run.tasks[run.done - 1]
-            [[score]] = to_json(run.matrix[run.done, run.done - 1 :][:1, None])
+            [[score]] = to_json(run.matrix[run.done : run.done + 1, run.done - 1 : run.done])
             event = {"event": "task", "task": task, "score": score, "seconds": run.seconds[task]}
             _append(folder / "events.jsonl", {**event, **used})
         self._commit(runs, None)
@@ -352,13 +352,13 @@ def locked(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of all tensors alive (on a card those that are there, which torch counts itself), and of the process."""
+    """Bytes of all tensors alive, or where cards are used of those on cards, which torch counts; of the process."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         cards = range(torch.cuda.device_count())
-        live = sum(torch.cuda.memory_allocated(card) for card in cards)
+        live = {"card_bytes": sum(torch.cuda.memory_allocated(card) for card in cards)}
     else:
-        live = _live_tensors()
-    return {"live_tensor_bytes": live, "resident_bytes": _resident()}
+        live = {"live_tensor_bytes": _live_tensors()}
+    return {**live, "resident_bytes": _resident()}
 
 
 def _live_tensors() -> int:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtuning.backbones import AnswerSet, Backbone, Head, Reading, Row, Tokens
-from qtuning.backbones.extents import Extent
+from qtuning.backbones.extents import Extent, prompts_of
 from qtuning.backbones.prefixes import Prefixes, PromptMemory
 
 CPU_TOKENS = 4096
-"""Padded positions of one forward pass: on a CPU small enough for its cache, …"""
+"""Positions of one forward pass, padding included: on a CPU small enough for its cache, …"""
 CARD_TOKENS = 65536
 """… on a card large enough to fill it, …"""
 CARD_BYTES_PER_NUMBER = 64
@@ -88,7 +88,7 @@ def score(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:
 
 
 class Quiz:
-    """Queries as tensors, in batches of like length: built once, answered as often as prompts change."""
+    """Queries as tensors, in batches of like length or in lines: built once, answered as often as prompts change."""
 
     def __init__(
         self,
@@ -110,8 +110,8 @@ class Quiz:
         rows = [
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
-        self.in_lines = prefixes is None and backbone.reads_lines
-        if self.in_lines:
+        in_lines = prefixes is None and backbone.reads_lines
+        if in_lines:
             batches = batches_in_lines(rows, backbone)
         else:
             steps = [answers[i].longest for i in asked]
@@ -120,8 +120,7 @@ class Quiz:
         if prefixes:
             rows = [Row(row.tokens, (), row.paths) for row in rows]
         self.batches = [
-            _QuizBatch.build(backbone, places, rows, asked, answers, self.in_lines)
-            for places in batches
+            _QuizBatch.build(backbone, places, rows, asked, answers, in_lines) for places in batches
         ]
         self.size = len(rows)
 
@@ -267,7 +266,7 @@ def exact_matches(
 
 @torch.no_grad()
 def read_all(backbone: Backbone, rows: Sequence[Row], bank: Tensor) -> Tensor:
-    """Read-outs [n, t, h] of rows with one path each, without gradient, in batches of like length."""
+    """Read-outs [n, t, h] of rows with one path each, without gradient."""
     longest = max((len(row.paths[0]) for row in rows), default=0) + 1
     shape = (len(rows), longest, backbone.hidden_dim)
     kept = torch.zeros(shape, dtype=backbone.dtype, device=bank.device)
@@ -325,20 +324,17 @@ def batches_by_length(
 
 def batches_in_lines(rows: Sequence[Row], backbone: Backbone) -> list[list[int]]:
     """Indices of rows that share a line: those of one prompt together, as many as the device reads at once."""
-    budget, number = _positions_at_once(backbone), {id(row.slots): 0 for row in rows}
-    number = {prompt: i for i, prompt in enumerate(number)}
+    budget, groups = _positions_at_once(backbone), prompts_of(rows)[1]
     batches: list[list[int]] = []
-    filled, prompt = budget, -1
-    for i in sorted(
-        range(len(rows)), key=lambda i: (len(rows[i].paths) > 1, number[id(rows[i].slots)], i)
-    ):
+    filled, group = budget, -1
+    for i in sorted(range(len(rows)), key=lambda i: (len(rows[i].paths) > 1, groups[i], i)):
         row = rows[i]
         text = len(row.tokens.ids) + sum(map(len, row.paths))
-        filled += text + (len(row.slots) if number[id(row.slots)] != prompt else 0)
+        filled += text + (len(row.slots) if groups[i] != group else 0)
         if filled > budget:
             batches.append([])
             filled = text + len(row.slots)
-        prompt = number[id(row.slots)]
+        group = groups[i]
         batches[-1].append(i)
     return batches
 

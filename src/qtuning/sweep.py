@@ -146,11 +146,13 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
 
 
 def joined(sweeps: Sequence[Sweep]) -> Sweep:
-    """Several sweeps as one, so that what can share a pack does, and what stands in several is run once."""
+    """Several sweeps as one: what can share a pack does, and what is put together alike in several is run once."""
     return Sweep((), parts=[part for each in sweeps for part in each.parts or (each,)])
 
 
-def override(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def override(
+    raw: Mapping[str, Any], own: Mapping[str, Any], source: str = "the sweep"
+) -> dict[str, Any]:
     """A sweep's mapping with what the flags say.
 
     Where a part lists streams, methods, models or presets, the flags choose from its list, and a part with none of them
@@ -175,9 +177,7 @@ def override(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
             parts.append(kept)
     if not parts:
         asked = " ".join(str(each) for key in LISTS for each in own.get(key, ()))
-        raise ConfigError(
-            f"no part of the sweep has all of: {asked}; `--dry-run` prints the packs."
-        )
+        raise ConfigError(f"no part of {source} has all of: {asked}; `--dry-run` prints the packs.")
     return {**raw, "parts": parts}
 
 

@@ -11,12 +11,13 @@ import torch
 from qtuning import QTuner
 from qtuning.config import make_settings
 from qtuning.errors import TaskError
-from qtuning.keys import Finder, directions, learn_key, read_features, reference
+from qtuning.keys import Finder, directions, learn_key, learn_keys, read_features, reference
 from qtuning.methods import make_method
 from qtuning.predictor import UNKNOWN
 from qtuning.snapshots import TaskKey
 from qtuning.stream_loop import run_stream
-from tests.conftest import SMALL, THINGS, TOPICS, make_task
+from qtuning.tasks import Rows, Split
+from tests.conftest import SMALL, THINGS, TOPICS, make_backbone, make_task
 
 TEXTS = ["good soup", "bad cold bread and late soup", "slow"]
 
@@ -169,3 +170,18 @@ def test_snapshots_on_disk_are_seen_when_one_goes_through_them(tmp_path: Path) -
     assert [(n, s.card.name) for n, s in found.items()] == [(n, n) for n in found]
     assert len(found) == 3
     assert dict.__len__(found) == 1  # the others stay on disk
+
+
+def test_keys_of_several_tasks_at_once_are_those_of_each() -> None:
+    """Some texts are shared, and one task has none to validate with."""
+    backbone = make_backbone("bert", dtype=torch.float64)
+    none = Rows((), ())
+    train = Rows(("good soup", "bad soup", "a long dull evening"), (0, 1, 1))
+    other = Rows(("bad soup", "where is my money"), (0, 1))
+    splits = [Split(train, other, none), Split(other, none, none)]
+    for found, split in zip(learn_keys(backbone, splits), splits, strict=True):
+        alone = learn_key(backbone, split)
+        assert torch.allclose(found.vector, alone.vector, atol=1e-9)
+        assert found.threshold == pytest.approx(alone.threshold, abs=1e-9)
+    first, second = learn_keys(backbone, splits)
+    assert not torch.allclose(first.vector, second.vector, atol=1e-3)

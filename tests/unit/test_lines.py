@@ -7,19 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from qtuning import wrap_model
 from qtuning.backbones import attend as attending
 from qtuning.backbones import causal
 from qtuning.backbones.attend import attend, kernel_works
 from qtuning.backbones.base import Row, Tokens
 from qtuning.backbones.causal import CausalBackbone
 from qtuning.backbones.extents import TILE, UNIT, Extent
-from qtuning.backbones.lines import Line
+from qtuning.backbones.lines import TAKES_LINES, Line
 from qtuning.config import make_settings
 from qtuning.lanes import fit_lanes
 from qtuning.pack import Pack
 from qtuning.scoring import Quiz, batches_in_lines, read_all
-from tests.conftest import SMALL, make_backbone
+from tests.conftest import CONFIGS, SIZE, SMALL, VOCAB, make_backbone, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
 
 
@@ -106,9 +108,34 @@ def test_read_outs_are_those_of_padded_rows(llama, rows) -> None:
             assert torch.allclose(next(found)[: len(path)], path, atol=1e-6)
 
 
+def make_kind(kind: str):
+    """A tiny backbone of any kind that lines are used for."""
+    if kind in CONFIGS:
+        return make_backbone(kind)
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    sizes = {**SIZE, "num_key_value_heads": 1, "head_dim": 16}
+    config = AutoConfig.for_model(kind, vocab_size=VOCAB, max_position_embeddings=128, **sizes, **tokens)  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.2)
+    return wrap_model(model.eval(), make_tokenizer("llama"), name=f"tiny-{kind}")
+
+
+@pytest.mark.parametrize("kind", TAKES_LINES)
+def test_every_kind_gives_the_numbers_of_padded_rows(kind: str) -> None:
+    backbone = make_kind(kind)
+    bank = torch.randn(5, backbone.embed_dim, generator=torch.Generator().manual_seed(0))
+    for rows in (SINGLE, BRANCHED):
+        expected = backbone.hidden(backbone.prepare(rows), bank)
+        assert torch.allclose(backbone.hidden(lined(backbone, rows), bank), expected, atol=1e-4)
+    assert backbone._reads_alike
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
 def test_models_are_tried_before_lines_are_used(kind: str, monkeypatch) -> None:
-    assert make_backbone(kind)._reads_alike
 
     def blind(q, k, v, starts, before, scale):  # texts do not see their prompts
         return own(q, k, v, starts, torch.full_like(before, -1), scale)
@@ -220,27 +247,92 @@ def test_rows_of_one_prompt_share_lines(llama, monkeypatch) -> None:
 
 
 def test_when_lines_fail_rows_are_padded(llama, in_lines, monkeypatch) -> None:
-    settings = make_settings(**{**SMALL, "epochs": 2})[1]
+    """In the middle of a task, after rows to validate were put into lines; batches of 3 leave short ones at the end."""
+    settings = make_settings(**{**SMALL, "epochs": 3, "batch_size": 3, "validate_every": 1})[1]
     plain, broken = make_lanes(llama), make_lanes(llama)
     llama.may_read_lines = False
     expected = fit_lanes(llama, plain, settings)
     llama.may_read_lines = True
-    monkeypatch.setattr(causal.Line, "of", lambda reading: 1 / 0)
+    own, calls = causal.Line.of, []
+
+    def failing(reading):
+        calls.append(torch.is_grad_enabled())
+        return 1 / 0 if sum(calls) == 5 else own(reading)  # the fifth step
+
+    monkeypatch.setattr(causal.Line, "of", failing)
     with pytest.warns(
         UserWarning, match="cannot read rows without padding here .ZeroDivisionError"
     ):
         found = fit_lanes(llama, broken, settings)
-    assert found == expected
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
     assert not llama.may_read_lines
+    assert (sum(calls), calls[-1]) == (5, True)
+    assert not all(calls)  # something was validated in lines before
 
 
-def test_padded_rows_where_there_is_no_kernel(llama) -> None:
+def test_when_compiled_lines_fail_compiling_is_blamed_first(llama, in_lines, monkeypatch) -> None:
+    settings = make_settings(**{**SMALL, "epochs": 1})[1]
+    llama.compile, llama.is_compiled = "on", True
+    compiled = Pack.compute
+    monkeypatch.setattr(
+        Pack, "compute", lambda p, *a: 1 / 0 if p.backbone.is_compiled else compiled(p, *a)
+    )
+    with pytest.warns(UserWarning, match="cannot be compiled here"):
+        fit_lanes(llama, make_lanes(llama), settings)
+    assert llama.may_read_lines
+    assert not llama.is_compiled
+
+
+def test_when_lines_fail_in_scoring_rows_are_padded(llama, in_lines, monkeypatch) -> None:
+    bank = torch.randn(5, llama.embed_dim, dtype=torch.float64)
+    expected = llama.hidden(llama.prepare(BRANCHED), bank)
+    monkeypatch.setattr(causal.Line, "of", lambda reading: 1 / 0)
+    with torch.no_grad(), pytest.warns(UserWarning, match="reads padded rows from now on"):
+        found = llama.hidden(lined(llama, BRANCHED), bank)
+    assert torch.equal(found, expected)
     assert not llama.reads_lines
-    assert not kernel_works(torch.device("meta"), torch.bfloat16, 4, 2, 8)
-    assert kernel_works(torch.device("cpu"), torch.float32, 4, 2, 8)
 
 
-def test_a_kernel_that_mixes_rows_is_not_used(monkeypatch) -> None:
+def test_steps_that_nobody_expected_have_one_size(llama, in_lines) -> None:
+    pack = Pack(llama, make_lanes(llama), make_settings(**{**SMALL, "batch_size": 4})[1])
+    llama.is_captured = True
+    draw = np.random.default_rng(0)
+    sizes = set()
+    for _ in range(20):
+        batches = [draw.permutation(len(lane.train))[:4].tolist() for lane in pack.lanes]
+        [(_, positions)] = pack.plan(batches, [1] * 6)[1]
+        sizes.add(positions)
+    assert sizes == {pack.longest_line}
+
+
+def test_the_operation_is_one(llama) -> None:
+    """What compiling is told of its results, and its gradient's registration, against what it does."""
+    line = Line.of(lined(llama, SINGLE))
+    draw = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(heads, 64, 4, generator=draw).transpose(0, 1).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    where = (line.starts, line.before, line.seen_by, line.tiles)
+    torch.library.opcheck(attend, (*states, *where, 0.5), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
+
+
+def test_padded_rows_where_there_is_no_kernel(llama, untried) -> None:
+    assert not llama.reads_lines
+    with pytest.warns(UserWarning, match="no kernels for lines on meta"):
+        assert not kernel_works(torch.device("meta"), torch.bfloat16, 4, 2, 8)
+
+
+@pytest.fixture
+def untried():
+    """Kernels are tried anew, before and after."""
+    kernel_works.cache_clear()
+    yield
+    kernel_works.cache_clear()
+
+
+def test_a_kernel_that_mixes_rows_is_not_used(untried, monkeypatch) -> None:
     own, calls = attending._part_by_part, []
 
     def mixing(query, key, value, starts, before, scale):
@@ -249,7 +341,5 @@ def test_a_kernel_that_mixes_rows_is_not_used(monkeypatch) -> None:
             before = torch.tensor([[-1, -1], [0, -1], [0, 1]], dtype=torch.int32)
         return own(query, key, value, starts, before, scale)
 
-    kernel_works.cache_clear()
     monkeypatch.setattr(attending, "_part_by_part", mixing)
     assert not kernel_works(torch.device("cpu"), torch.float32, 4, 2, 8)
-    kernel_works.cache_clear()

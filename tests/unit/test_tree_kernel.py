@@ -16,9 +16,10 @@ from tests.conftest import make_backbone
 from tests.unit.test_lines import BRANCHED, lined
 
 can_run = torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ
-pytestmark = pytest.mark.skipif(
+needs = pytest.mark.skipif(
     find_spec("triton") is None or not can_run, reason="needs Triton, and a card or its interpreter"
 )
+pytestmark = [needs, *([pytest.mark.gpu] if torch.cuda.is_available() else [])]
 PROMPTS = range(70), range(70, 75)
 LONG = [Row(Tokens((1,) * n), PROMPTS[i]) for i, n in ((0, 3), (0, 130), (1, 64), (1, 1))]
 

@@ -5,6 +5,7 @@ On a card by the kernels of `tree_kernel`, elsewhere part by part.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -21,7 +22,7 @@ def attend(
     """[s, heads, d] -> the same, and what the gradient needs.
 
     Args:
-        query: [s, heads, d].
+        query: [s, heads, d]; numbers of a head stand together, here and in the next two.
         key: [s, shared heads, d].
         value: [s, shared heads, d].
         starts: [m + 1] where each part begins, and where the last one ends.
@@ -31,7 +32,8 @@ def attend(
         scale: Of the products.
     """
     if query.device.type == "cpu":
-        return _part_by_part(query, key, value, starts, before, scale), query.new_zeros(0)
+        none = torch.zeros(0, dtype=torch.float32)
+        return _part_by_part(query, key, value, starts, before, scale), none
     from qtuning.backbones import tree_kernel
 
     return tree_kernel.forward(query, key, value, starts, before, tiles, scale)
@@ -103,7 +105,7 @@ def _part_by_part(
 ) -> Tensor:
     """Where there is no kernel for it; slow. Positions after the last part are 0."""
     heads = query.shape[1] // key.shape[1]
-    found = torch.zeros_like(query)
+    found = _like(query).zero_()
     for q, k in _parts(starts, before):
         keys, values = (each[k].repeat_interleave(heads, dim=1) for each in (key, value))
         found[q] = torch.einsum("hqk,khd->qhd", _weights(query[q], keys, scale), values)
@@ -116,7 +118,7 @@ def _back_part_by_part(
     """The gradient of that, by hand: nothing differentiates inside an operation."""
     shared = key.shape[1]
     heads = query.shape[1] // shared
-    back = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    back = _like(query).zero_(), _like(key).zero_(), _like(value).zero_()
     for q, k in _parts(starts, before):
         keys, values = (each[k].repeat_interleave(heads, dim=1) for each in (key, value))
         weights = _weights(query[q], keys, scale)
@@ -154,5 +156,9 @@ def kernel_works(
         with torch.enable_grad():
             there, here = found(device, dtype), found(torch.device("cpu"), torch.float32)
         return all(torch.allclose(a, b, 0.1, 0.1) for a, b in zip(there, here, strict=True))
-    except Exception:  # no compiler, no such card: whatever it is, rows are padded instead
+    except torch.OutOfMemoryError:
+        raise  # another time it may work
+    except Exception as error:  # no compiler, no such card: whatever it is, rows are padded instead
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        warnings.warn(f"no kernels for lines on {device} ({said}): rows are padded.", stacklevel=2)
         return False

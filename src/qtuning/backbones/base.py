@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from qtuning.backbones.answers import AnswerSet, TokenIds
 from qtuning.backbones.compiled import CompiledLayers
-from qtuning.backbones.extents import Extent
+from qtuning.backbones.extents import Extent, prompts_of
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 
@@ -191,7 +191,7 @@ class Backbone:
     may_score_compiled: bool = field(default=True, init=False)
     """False after compiled layers failed at it."""
     may_read_lines: bool = field(default=True, init=False)
-    """False after a line of rows failed."""
+    """False after a line of rows failed, in training or in scoring."""
     at_once: int | None = field(default=None, init=False)
     """Lanes that share a pass at most; by default as many as there are, or as fit the card's memory."""
     between_pair: str = field(default="", init=False)
@@ -206,7 +206,9 @@ class Backbone:
         self.model.eval()  # no dropout, or lanes of a pack would depend on each other (A34)
         self.embedding = self.model.get_input_embeddings()
         # seeds share texts, and test rows are read again after every task
-        self._remembered = lru_cache(maxsize=REMEMBERED_TEXTS)(self._tokens_of)
+        self._remembered: Callable[[Text, int], Tokens] = lru_cache(maxsize=REMEMBERED_TEXTS)(
+            self._tokens_of
+        )
         self.embed_dim = int(self.embed(torch.zeros(1, dtype=torch.long)).shape[-1])
         if self.tokenizer.pad_token_id is None:
             self.pad_id = 0  # masked everywhere; any id will do
@@ -273,6 +275,7 @@ class Backbone:
         model, tokenizer = copy.deepcopy(self.model, shared), copy.deepcopy(self.tokenizer)
         own = type(self)(model, tokenizer, self.name, self.max_length, self.readout)
         own.compile, own.at_once = self.compile, self.at_once
+        own.may_read_lines = self.may_read_lines
         return own
 
     def fingerprint(self) -> str:
@@ -361,15 +364,14 @@ class Backbone:
         types = torch.zeros_like(ids)
         if any(row.tokens.types for row in rows):
             types = padded([row.tokens.types or (0,) * len(row.tokens.ids) for row in rows])
-        prompts = {id(row.slots): row.slots for row in rows}
-        number = {each: i for i, each in enumerate(prompts)}
+        prompts, groups = prompts_of(rows)
         return Reading(
             ids=ids,
             types=types,
             length=tensor([len(row.tokens.ids) for row in rows]),
-            slots=padded(list(prompts.values())),
-            prompt=tensor([len(slots) for slots in prompts.values()]),
-            group=tensor([number[id(row.slots)] for row in rows]),
+            slots=padded(prompts),
+            prompt=tensor([len(slots) for slots in prompts]),
+            group=tensor(groups),
             owner=tensor(owner),
             path=padded(paths, self.pad_id),
             reads=tensor([len(path) + 1 for path in paths]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from qtuning.backbones.base import (
     gather_reads,
 )
 from qtuning.backbones.extents import Extent
-from qtuning.backbones.lines import LINE, Line
+from qtuning.backbones.lines import LINE, TAKES_LINES, Line
 from qtuning.backbones.prefixes import Prefixes
 from qtuning.tasks import Text
 
@@ -59,8 +60,11 @@ class CausalBackbone(VocabularyBackbone):
         self.between_pair, self.question = "\n", QUESTION
         self._passing = RLock()  # a pass without a mask changes the model's settings meanwhile
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
-        self._is_plain = self.tokenizer.num_special_tokens_to_add() == 0
+        adds_nothing = self.tokenizer.num_special_tokens_to_add() == 0
+        self._is_plain = adds_nothing and self.tokenizer.truncation_side == "right"
         self._whole_ids = lru_cache(maxsize=REMEMBERED_TEXTS)(self._ids)
+        if self._is_plain:
+            self._remembered = self._tokens_of  # which remembers whole texts itself
 
     def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as it follows the question; an end token only where one label begins another."""
@@ -97,7 +101,14 @@ class CausalBackbone(VocabularyBackbone):
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h]. Rows with one path need no mask: padding stands on the right, where nobody looks."""
         if reading.extent and self.may_read_lines:
-            return self._read_line(reading, bank)
+            if torch.is_grad_enabled():
+                return self._read_line(reading, bank)  # who trains knows what to do if that fails
+            try:
+                return self._read_line(reading, bank)
+            except torch.OutOfMemoryError:
+                raise  # padded rows would need more
+            except Exception as error:
+                self._give_up_lines(f"{type(error).__name__}: {error}")
         if not reading.is_single:
             if self.takes_branches:
                 return self._read_branches(reading, bank)
@@ -115,6 +126,11 @@ class CausalBackbone(VocabularyBackbone):
             ).last_hidden_state
         return states
 
+    def _give_up_lines(self, failure: str) -> None:
+        self.may_read_lines = False
+        said = failure.splitlines()[0][:200]
+        warnings.warn(f"{self.name!r} reads padded rows from now on ({said}).", stacklevel=3)
+
     def _read_line(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h] of prompts, texts and paths in a single sequence."""
         line = Line.of(reading)
@@ -129,13 +145,14 @@ class CausalBackbone(VocabularyBackbone):
 
     @property
     def reads_lines(self) -> bool:
-        """Where the kernels for it work, on a card in half precision, and this model gives the same numbers so."""
+        """Where the kernels work, on a card in half precision, for models known to take it that give the same so."""
         is_half = self.dtype in (torch.bfloat16, torch.float16)
         if not (self.device.type == "cuda" and is_half and self.is_frozen and self.may_read_lines):
             return False
-        if not self._takes_attention or self.prompt_at == AFTER_TEXT:
-            return False
         config = self.model.config
+        takes_them = config.model_type in TAKES_LINES and self._takes_attention
+        if not takes_them or self.prompt_at == AFTER_TEXT:
+            return False
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -143,12 +160,12 @@ class CausalBackbone(VocabularyBackbone):
 
     @cached_property
     def _reads_alike(self) -> bool:
-        """Whether a few rows have the same read-outs in a line as padded: tried once, whatever the model is."""
+        """Whether a few rows, one longer than a tile, have the same read-outs in a line as padded: tried once."""
         words, prompts = self.vocabulary, (range(3), range(3, 5))
         ids = [words[i * len(words) // 24] for i in range(24)]
         rows = [
             Row(Tokens(tuple(ids[:5])), prompts[0], ((ids[5], ids[6]), (ids[7],))),
-            Row(Tokens(tuple(ids[8:20])), prompts[1], ((ids[20],),)),
+            Row(Tokens(tuple(ids * 4)[: self.max_length // 2]), prompts[1], ((ids[20],),)),
             Row(Tokens(tuple(ids[3:9])), prompts[1], ((),)),
         ]
         bank = self.embed(torch.tensor(ids[10:15])).to(self.lane_dtype)
@@ -159,9 +176,10 @@ class CausalBackbone(VocabularyBackbone):
                 line = self._read_line(replace(reading, extent=Extent.of(rows)), bank)
             except Exception:  # a model that does not take it, in whatever way
                 return False
-        return bool((line - padded).norm() < ALIKE * padded.norm())
+        apart = (line - padded).norm(dim=-1) / padded.norm(dim=-1)
+        return bool(apart.max() < ALIKE)
 
-    @property
+    @cached_property
     def _takes_attention(self) -> bool:
         """Whether another function may stand in for the model's attention."""
         config = self.model.base_model.config
@@ -171,7 +189,7 @@ class CausalBackbone(VocabularyBackbone):
 
     @contextmanager
     def _attention(self, name: str) -> Iterator[None]:
-        """Inside, attention is causal by its own flag, and no mask is made.
+        """Inside, that function is the model's attention, and no mask is made.
 
         Making one looks for packed sequences, which waits for the device, and keeps the fastest kernels out.
         """

@@ -25,9 +25,16 @@ class Extent(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Extent:
         """Of rows with any number of paths."""
-        prompted = sum({id(row.slots): len(row.slots) for row in rows}.values())
+        prompted = sum(len(slots) for slots in prompts_of(rows)[0])
         texts = sum(len(row.tokens.ids) + sum(map(len, row.paths)) for row in rows)
         return cls(aligned(prompted + texts), prompted)
+
+
+def prompts_of(rows: Sequence[Row]) -> tuple[list[Sequence[int]], list[int]]:
+    """The prompts that rows share, and which of them each row has: one object is one prompt, whatever stands in it."""
+    prompts = {id(row.slots): row.slots for row in rows}
+    number = {each: i for i, each in enumerate(prompts)}
+    return list(prompts.values()), [number[id(row.slots)] for row in rows]
 
 
 def aligned(filled: int) -> int:

@@ -22,6 +22,10 @@ from qtuning.backbones.base import Backbone, Reading
 from qtuning.backbones.extents import TILE
 
 LINE = "qtuning-line"
+TAKES_LINES = (
+    "gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+"""Models seen to give the same numbers with an attention and positions of ours; any other reads padded rows."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Line:
 
     @classmethod
     def of(cls, reading: Reading) -> Line:
-        """Where everything stands. For gradients rows have one path each, and those of a prompt stand together."""
+        """Where everything stands. For gradients rows have one path each, and stand in the order of their prompts."""
         assert reading.extent is not None
         device, positions = reading.length.device, reading.extent.positions
         prompts, rows = len(reading.prompt), len(reading.length)

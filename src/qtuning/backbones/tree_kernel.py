@@ -8,6 +8,8 @@ texts, which stand together, so that every sum has a fixed order.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import-untyped,import-not-found"
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -209,10 +211,11 @@ def forward(
     positions, heads, width = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     sums = torch.empty(heads, positions, dtype=torch.float32, device=query.device)
-    _forward[(len(tiles), heads)](
-        query, key, value, out, sums, starts, before, tiles, scale, positions, *query.stride()[:2],
-        *key.stride()[:2], *value.stride()[:2], heads, heads // key.shape[1], TILE, width, num_stages=STAGES,
-    )  # fmt: skip
+    with _there(query):
+        _forward[(len(tiles), heads)](
+            query, key, value, out, sums, starts, before, tiles, scale, positions, *query.stride()[:2],
+            *key.stride()[:2], *value.stride()[:2], heads, heads // key.shape[1], TILE, width, num_stages=STAGES,
+        )  # fmt: skip
     return out, sums
 
 
@@ -229,12 +232,18 @@ def backward(
     deltas = torch.empty_like(sums)
     strides = [n for each in (gradient, query, key, value) for n in each.stride()[:2]]
     sizes = (heads, heads // key.shape[1], TILE, width)
-    _to_query[(len(tiles), heads)](
-        gradient, query, key, value, out, sums, deltas, back[0], starts, before, tiles, scale, positions, *strides,
-        *sizes, num_stages=STAGES,
-    )  # fmt: skip
-    _to_key_and_value[(len(tiles), key.shape[1])](
-        gradient, query, key, value, sums, deltas, back[1], back[2], starts, seen_by, tiles, scale, positions,
-        *strides, *sizes, num_stages=STAGES,
-    )  # fmt: skip
+    with _there(query):
+        _to_query[(len(tiles), heads)](
+            gradient, query, key, value, out, sums, deltas, back[0], starts, before, tiles, scale, positions,
+            *strides, *sizes, num_stages=STAGES,
+        )  # fmt: skip
+        _to_key_and_value[(len(tiles), key.shape[1])](
+            gradient, query, key, value, sums, deltas, back[1], back[2], starts, seen_by, tiles, scale, positions,
+            *strides, *sizes, num_stages=STAGES,
+        )  # fmt: skip
     return back[0], back[1], back[2]
+
+
+def _there(tensor: Tensor) -> AbstractContextManager[object]:
+    """Kernels are launched on the current card, whichever their tensors are on."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

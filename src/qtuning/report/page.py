@@ -72,7 +72,7 @@ def _details(group: Group) -> dict[str, Any]:
         "time": Markup(line_chart({"seconds": [c["seconds"] for c in cost]}, tasks, "Seconds per task", False, 0.0)),
         "memory": Markup(
             line_chart(
-                {"live tensors, MiB": [c["live_tensor_bytes"] / 2**20 for c in cost]},
+                {"live tensors, MiB": [_live_bytes(c) / 2**20 for c in cost]},
                 tasks, "Live tensors after each task (MiB)", False, 0.0,
             )
         ),
@@ -126,3 +126,9 @@ def _keeps(run: dict[str, Any], tasks: Sequence[str]) -> str:
         [*row, *[None] * (len(tasks) - len(row))] for row in run["queue_keeps"]
     ]
     return heat_table(full, tasks, tasks, 0.0, 1.0)
+
+
+def _live_bytes(cost: dict[str, Any]) -> int:
+    """Of all tensors, or of those on cards where only these were counted."""
+    found: int = cost["live_tensor_bytes"] if "live_tensor_bytes" in cost else cost["card_bytes"]
+    return found
