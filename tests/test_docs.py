@@ -667,3 +667,19 @@ def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
         assert said in claims
     earlier = pack["earlier_pack_of_padded_rows"]
     assert f"had {earlier['seconds'] / earlier['lanes']:.1f}" in claims
+
+
+def test_the_findings_on_transfer_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    runs, expected = long_records(), []
+    for method, own in runs.items():
+        seeds = sorted({seed for _, seed in own})
+        last = [
+            100 * mean(t["when_learnt"] for t in list(own["order-09", s]["tasks"].values())[-5:])
+            for s in seeds
+        ]
+        columns = [last, *(seed_means(own, f"{way}_transfer") for way in ("forward", "backward"))]
+        name = re.sub(r"^[\w-]+", lambda found: f"`{found[0]}`", method)
+        cells = [f"{round(mean(each), 1) + 0.0} ± {stdev(each):.1f}" for each in columns]
+        expected.append((-mean(last), f"| {name} | {' | '.join(cells)} |"))
+    assert between(page, "transfer") == [line for _, line in sorted(expected)]
