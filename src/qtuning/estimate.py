@@ -24,7 +24,7 @@ def estimate(
     config: Any, seeds: Sequence[int], data: str | None, how: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Rows and steps of every task; seconds and memory from a few steps of each, with an empty queue."""
-    tasks, backbone, method, (_, train) = prepare(config, data, how)
+    tasks, backbone, method, (_, train) = prepare(config, data, how, {})
     rows, seconds, step_seconds = [], 0.0, 0.0
     for task in tasks:
         split = make_split(

@@ -51,6 +51,9 @@ from qtuning.stream_loop import INNER_CELL_ROWS, Course, StreamRun, run_streams
 from qtuning.streams import get_stream
 from qtuning.tasks import Task
 
+Loaded = dict[str, Backbone]
+"""The model of the latest pack, by all that it was loaded with."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -129,12 +132,14 @@ def run_together(
     report: Report | None = None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
     started: Callable[[Backbone, list[Task]], None] | None = None,
+    loaded: Loaded | None = None,
 ) -> list[dict[str, Any]]:
     """Configs with a seed each that can share a pack, all as its lanes; their records in the same order.
 
     They may differ in stream, method and settings; see `check_company`.
 
-    `device`, `compile` and `lanes` say how a run is computed, not what it is: see `load_backbone`.
+    `device`, `compile` and `lanes` say how a run is computed, not what it is: see `load_backbone`. With `loaded` the
+    model is kept there for the next call, compiled layers included.
     """
     wanted = [(config.resolved(), seed) for config, seed in wanted]
     check_company([config for config, _ in wanted])
@@ -153,7 +158,9 @@ def run_together(
                 own = [folders[i] for i in todo]
                 tasks = len(get_stream(wanted[0][0].stream).tasks)
                 pack = pack_file(own, tasks, [folder.parent for folder in folders])
-                _run_pack([wanted[i] for i in todo], own, pack, data, how, report, after_task, started)  # fmt: skip
+                missing = [wanted[i] for i in todo]
+                kept = {} if loaded is None else loaded
+                _run_pack(missing, own, pack, data, how, kept, report, after_task, started)
     return [read_json(folder / "result.json") for folder in folders]
 
 
@@ -175,17 +182,22 @@ def company_of(config: RunConfig) -> str:
 
 
 def prepare(
-    config: RunConfig, data: str | None, how: Mapping[str, Any]
+    config: RunConfig, data: str | None, how: Mapping[str, Any], loaded: Loaded
 ) -> tuple[list[Task], Backbone, Any, tuple[MethodSettings, TrainSettings]]:
     """What a resolved config needs to run: the tasks with their texts, the model, the method on it, its settings."""
     tasks = load_stream(get_stream(config.stream), data)
-    backbone = load_backbone(
-        config.model,
-        dtype=config.dtype,
-        readout=config.readout,
-        max_length=config.max_length,
+    about = {
+        "name": config.model,
+        "dtype": config.dtype,
+        "readout": config.readout,
+        "max_length": config.max_length,
         **how,
-    )
+    }
+    key = json.dumps(about, sort_keys=True)
+    if key not in loaded:
+        loaded.clear()  # one at a time: models are large
+        loaded[key] = load_backbone(**about)
+    backbone = loaded[key]
     settings = make_settings(backbone.family, **config.settings)
     return tasks, backbone, make_method(config.method, backbone, *settings), settings
 
@@ -196,12 +208,13 @@ def _run_pack(
     pack: Path,
     data: str | None,
     how: Mapping[str, Any],
+    loaded: Loaded,
     report: Report | None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None,
     started: Callable[[Backbone, list[Task]], None] | None,
 ) -> None:
     config = wanted[0][0]
-    tasks, backbone, method, settings = prepare(config, data, how)
+    tasks, backbone, method, settings = prepare(config, data, how, loaded)
     streams = {config.stream: tasks}
     made = {config.short_hash(): (method, settings)}
     for other, _ in wanted:

@@ -18,7 +18,7 @@ from typing import Any
 
 from qtuning.errors import ConfigError, QTuningError, unknown
 from qtuning.ray_cluster import cause_of, connected, largest_node
-from qtuning.runs import RunConfig, company_of, run_folder, run_together
+from qtuning.runs import Loaded, RunConfig, company_of, run_folder, run_together
 
 LISTS = ("streams", "methods", "models", "presets")
 """What a sweep lists; `RunConfig` has one of each."""
@@ -271,22 +271,24 @@ def _joined(packs: Iterable[tuple[Pack, bool | str]]) -> list[Pack]:
 # ── computing ────────────────────────────────────────────────────────────────────────────────
 
 
-def run_pack(pack: Pack, place: Place) -> Outcome:
+def run_pack(pack: Pack, place: Place, loaded: Loaded | None = None) -> Outcome:
     """Finish a pack, or say why it cannot be finished; a finished one answers at once.
 
     If a pack with company fails, its members are tried one by one: what is wrong with one must not stop the others.
+    `loaded` keeps the model for the next pack.
     """
-    outcome = _try_pack(pack, place)
+    loaded = {} if loaded is None else loaded
+    outcome = _try_pack(pack, place, loaded)
     if not outcome.error or not pack.company:
         return outcome
-    each = [_try_pack(member, place) for member in pack.members]
+    each = [_try_pack(member, place, loaded) for member in pack.members]
     failed = [f"{own.pack.name}: {own.error}" for own in each if own.error]
     scores = () if failed else tuple(score for own in each for score in own.scores)
     seconds = outcome.seconds + sum(own.seconds for own in each)
     return Outcome(pack, scores, "; ".join(failed), seconds)
 
 
-def _try_pack(pack: Pack, place: Place) -> Outcome:
+def _try_pack(pack: Pack, place: Place, loaded: Loaded) -> Outcome:
     import torch
 
     began, threads = time.perf_counter(), torch.get_num_threads()
@@ -299,8 +301,12 @@ def _try_pack(pack: Pack, place: Place) -> Outcome:
             device=place.device,
             compile=place.compile,
             lanes=place.lanes,
+            loaded=loaded,
         )
-    except Exception as error:  # whatever it is, the other packs go on
+    except (
+        Exception
+    ) as error:  # whatever it is, the other packs go on, with a model that saw nothing of it
+        loaded.clear()
         said = str(error) if isinstance(error, QTuningError) else f"{type(error).__name__}: {error}"
         return Outcome(pack, error=" ".join(said.split()), seconds=time.perf_counter() - began)
     finally:
@@ -310,10 +316,14 @@ def _try_pack(pack: Pack, place: Place) -> Outcome:
 
 
 def run_here(packs: Sequence[Pack], place: Place, after: After | None = None) -> list[Outcome]:
-    """All packs in this process, one after another; `after` is called with each."""
-    found = []
+    """All packs in this process, one after another; `after` is called with each.
+
+    Packs of one model load and compile it once.
+    """
+    found: list[Outcome] = []
+    loaded: Loaded = {}
     for pack in packs:
-        found.append(run_pack(pack, place))
+        found.append(run_pack(pack, place, loaded))
         if after:
             after(found[-1])
     return found

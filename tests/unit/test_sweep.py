@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from qtuning import runs
 from qtuning.cli import main
 from qtuning.errors import ConfigError, TrainingError
 from qtuning.runs import run_folder
@@ -423,3 +425,35 @@ def test_several_files_are_one_sweep(command, tmp_path) -> None:
     code, said = command("sweep", *files, "--dry-run")
     assert (code, "2 packs, 6 runs" in said) == (0, True)
     assert command("sweep", files[0], tmp_path / "none.yaml", "--dry-run")[0] != 0
+
+
+def test_packs_of_one_model_load_it_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And end with the bytes of packs that load their own; a pack that fails leaves nothing behind."""
+    loads: list[str] = []
+    real = runs.load_backbone
+    monkeypatch.setattr(
+        runs, "load_backbone", lambda **about: loads.append(about["name"]) or real(**about)
+    )
+    methods = ["per-task-prompt", "q-tuning"]
+    packs = expand(
+        Sweep(["two.yaml"], methods, ["./model"], settings=TINY, fixed={"test_limit": 4})
+    )
+    run_here(packs, place)
+    assert loads == ["./model"]
+    apart = replace(place, root=Path("apart"))
+    for pack in packs:
+        run_pack(pack, apart)
+    assert len(loads) == 3
+    assert contents(place.root) == contents(apart.root)
+    own, calls = runs.run_streams, []
+
+    def failing_first(*given: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise TrainingError("the loss became nan.")
+        return own(*given, **options)
+
+    monkeypatch.setattr(runs, "run_streams", failing_first)
+    outcomes = run_here(packs, replace(place, root=Path("again")))
+    assert [bool(each.error) for each in outcomes] == [True, False]
+    assert len(loads) == 5
