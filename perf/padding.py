@@ -128,7 +128,8 @@ def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repea
         print(place, shown, f"{results[-1]['ratio']:.2f}", flush=True)
     backbone.may_read_lines = True
     return {
-        "command": f"python perf/padding.py --data DIR --places {' '.join(map(str, places))}",
+        "command": f"python perf/padding.py --data DIR --places {' '.join(map(str, places))} "
+        f"--rounds {rounds} --steps {repeats}",
         "date": date.today().isoformat(),
         "versions": {
             "device": torch.cuda.get_device_name(),

@@ -655,6 +655,12 @@ def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
     assert max(each["largest_difference_of_first_losses"] for each in record["results"]) <= 0.05
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{record['ratio']:.1f} times as fast again for {record['lanes']} runs" in readme
+    assert f"`{record['command']}`" in page
+    copies = json.loads((results / "padding-copies-gpu.json").read_text())["results"]
+    said = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert {f"{each['line']['ms']:.0f}" for each in copies} == {"43"}
+    assert "a step of 27 lanes took 43 ms; with these it takes 29 to 35" in said
+    assert sorted(f"{each['line']['ms']:.0f}" for each in record["results"]) == ["29", "35"]
     pack = json.loads((results / "pack-63-gpu.json").read_text())
     claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
     for said in (

@@ -108,7 +108,11 @@ class CausalBackbone(VocabularyBackbone):
             except torch.OutOfMemoryError:
                 raise  # padded rows would need more
             except Exception as error:
-                self._give_up_lines(f"{type(error).__name__}: {error}")
+                self.may_read_lines = False
+                said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                warnings.warn(
+                    f"{self.name!r} reads padded rows from now on ({said}).", stacklevel=2
+                )
         if not reading.is_single:
             if self.takes_branches:
                 return self._read_branches(reading, bank)
@@ -125,11 +129,6 @@ class CausalBackbone(VocabularyBackbone):
                 inputs_embeds=batch.inputs_embeds, use_cache=False
             ).last_hidden_state
         return states
-
-    def _give_up_lines(self, failure: str) -> None:
-        self.may_read_lines = False
-        said = failure.splitlines()[0][:200]
-        warnings.warn(f"{self.name!r} reads padded rows from now on ({said}).", stacklevel=3)
 
     def _read_line(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h] of prompts, texts and paths in a single sequence."""

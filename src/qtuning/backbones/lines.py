@@ -59,13 +59,12 @@ class Line:
         tail = reading.reads - 1
         nothing = torch.full((prompts,), -1, device=device)
         root, text = torch.cat([nothing, reading.group]), nothing.new_full((prompts + rows,), -1)
-        lengths = torch.cat([reading.prompt, reading.length])
-        if reading.is_single:
+        if reading.is_single:  # the path belongs to its text
             lengths = torch.cat([reading.prompt, reading.length + tail])
         else:
             root = torch.cat([root, reading.group[reading.owner]])
             text = torch.cat([text, prompts + reading.owner])
-            lengths = torch.cat([lengths, tail])
+            lengths = torch.cat([reading.prompt, reading.length, tail])
         starts, part, within = _spread(lengths, positions)
         count = -(-lengths // TILE)
         ends, tiled, stretch = _spread(count, positions // TILE + len(lengths))
