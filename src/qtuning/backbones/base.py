@@ -281,9 +281,13 @@ class Backbone:
     def fingerprint(self) -> str:
         """A short hash of config shape and a sample of every weight, equal for float32 and bfloat16."""
         digest = hashlib.sha256(f"{self.family} {self.embed_dim} {len(self.tokenizer)}".encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 1024)][:1024].to("cpu", torch.bfloat16)
+        weights = dict(sorted(self.model.state_dict().items()))
+        flat = [tensor.detach().reshape(-1) for tensor in weights.values()]
+        samples = [each[:: max(1, each.numel() // 1024)][:1024].to(torch.bfloat16) for each in flat]
+        numbers = torch.cat(samples).cpu()  # one copy: waiting for the card costs more than the bytes
+        for (name, tensor), sample in zip(
+            weights.items(), numbers.split([len(each) for each in samples]), strict=True
+        ):
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:32]
