@@ -114,37 +114,62 @@ def draw_tasks() -> None:
 
 def draw_lifelong() -> None:
     """How far each method is from a short prompt per task after so many tasks, and what one more task costs."""
-    record = json.loads((RECORDS / "lifelong-smollm2-63.json").read_text())
+    record = json.loads((RECORDS / "lifelong-smollm2-69.json").read_text())
     so_far = {
         method: np.mean(
             [
                 np.cumsum(list(own.values())) / np.arange(1, len(own) + 1)
-                for seeds in orders.values()
-                for seed, own in seeds.items()
-                if seed == "0"  # which every method has
+                for own in orders["order-11"].values()  # which every method has
             ],
             axis=0,
         )
         for method, orders in record["scores"].items()
     }
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.6))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.8))
     places = np.arange(1, record["tasks_learnt"] + 1)
     base = so_far.pop("per-task-prompt")
     left.axhline(0, color=OTHERS, label="per-task-prompt")
-    for method, scores in so_far.items():
-        mark, colour = MARKS[method]
-        ahead = 100 * (scores - base)
-        left.plot(places, ahead, f"-{mark}", color=colour, label=method, ms=5, markevery=10)
+    alone = "q-tuning, retention none, scale false, shared_length 0"
+    for method in ("q-tuning-plus", "per-task-prompt-long", "shared-prompt", "q-tuning", alone):
+        mark, colour = MARKS[method.split(",")[0]]
+        line, name = ("--", "the queue alone") if method == alone else ("-", method)
+        ahead = 100 * (so_far[method] - base)
+        left.plot(places, ahead, f"{line}{mark}", color=colour, label=name, ms=5, markevery=10)
     left.set(xlabel="tasks learnt", ylabel="points above per-task-prompt", xlim=(5, None))
-    left.set(title="average so far", ylim=(-1, 5))
+    left.set(title="average so far, order 11", ylim=(-4, 6))
     left.grid(alpha=0.3)
-    left.legend(fontsize=8)
-    right.plot(places[1:], record["seconds"][1:], "o", color=OURS, ms=4)
+    left.legend(fontsize=8, ncols=2)
+    seconds = json.loads((RECORDS / "lifelong-smollm2-63.json").read_text())["seconds"]
+    right.plot(range(2, len(seconds) + 1), seconds[1:], "o", color=OURS, ms=4)
     right.set(xlabel="task", ylabel="seconds of a run to learn it", ylim=(0, 1))
     right.set(title="the cost of one more task")
     right.grid(alpha=0.3)
     right.spines[["top", "right"]].set_visible(False)
     _save(figure, "reasons-lifelong.png")
+
+
+def draw_shots() -> None:
+    """A line for every method over texts per class, each seed a mark."""
+    figure, axis = pyplot.subplots(figsize=(6, 3.4))
+    for method in ("per-task-prompt-long", "q-tuning", "prog-prompt"):
+        found: dict[int, list[float]] = {}
+        for folder in ("long-smollm2", "shots-smollm2"):
+            for file in (RECORDS / folder / "order-09" / method).glob("[012]-*/result.json"):
+                record = json.loads(file.read_text())
+                if "eviction" not in record["config"]["settings"]:
+                    scores = found.setdefault(record["settings"]["shots"], [])
+                    scores.append(100 * record["average_score"])
+        mark, colour = MARKS[method]
+        shots = sorted(found)
+        axis.plot(shots, [mean(found[n]) for n in shots], color=colour, label=method)
+        for n in shots:
+            axis.plot([n] * len(found[n]), found[n], mark, color=colour, alpha=0.7)
+    axis.set(xscale="log", xlabel="texts per class", ylabel="average of order 9, %")
+    axis.set_xticks([20, 200, 1000], ["20", "200", "1,000"])
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    _save(figure, "reasons-shots.png")
 
 
 def draw_transfer() -> None:
@@ -204,4 +229,5 @@ if __name__ == "__main__":
     draw_tried("starts", "all eight", "reasons-starts.png")
     draw_tasks()
     draw_lifelong()
+    draw_shots()
     draw_transfer()

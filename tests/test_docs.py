@@ -22,6 +22,7 @@ from rich.console import Console
 import qtuning
 from qtuning import cli, config, demo
 from qtuning.errors import CollectionError
+from qtuning.presets import get_preset
 from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
 from qtuning.report.tables import compare, group_runs
@@ -205,6 +206,8 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     nine = page.split("<!-- order-09 -->\n")[1].split("<!-- /order-09 -->")[0]
     found = gather([ROOT / "results" / "order-09-minilm"])
     assert nine == to_markdown(group_runs(found.results))
+    four = page.split("<!-- order-04 -->\n")[1].split("<!-- /order-04 -->")[0]
+    assert four == to_markdown(group_runs(gather([ROOT / "results" / "order-04-minilm"]).results))
     shown = page.split("<!-- starter-four -->\n")[1].split("<!-- /starter-four -->")[0]
     records = gather([ROOT / "results" / "starter-four-minilm"])
     assert shown == to_markdown(group_runs(records.results))
@@ -229,6 +232,19 @@ def long_records() -> dict[str, dict[tuple[str, int], dict]]:
         rule = record["config"]["settings"].get("eviction")
         name = f"{record['method']}, eviction {rule}" if rule else record["method"]
         found.setdefault(name, {})[record["stream"], record["seed"]] = record
+    return found
+
+
+def records_in(folder: str, **common: int) -> dict[str, dict[tuple[str, int], dict]]:
+    """Of each method, with what its preset was changed to but what all have in common, its records by order and seed."""
+    found: dict[str, dict[tuple[str, int], dict]] = {}
+    for file in sorted((ROOT / "results" / folder).glob("*/*/*/result.json")):
+        record = json.loads(file.read_text())
+        standard = {**get_preset(record["config"]["preset"], record["method"]), **common}
+        settings = sorted(record["config"]["settings"].items())
+        changed = [f"{name} {str(v).lower()}" for name, v in settings if standard.get(name) != v]
+        words = [record["method"], *changed]
+        found.setdefault(", ".join(words), {})[record["stream"], record["seed"]] = record
     return found
 
 
@@ -381,9 +397,8 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
 
 
 def test_the_reports_comparison_over_the_orders_is_that_of_the_summary() -> None:
-    summary = json.loads((ROOT / "results" / "summary.json").read_text())
-    expected = summary["long_sequence"]["smollm2-135m"]
-    groups = group_runs(gather([ROOT / "results" / "long-smollm2"]).results)
+    results = gather([ROOT / "results" / "long-smollm2"]).results
+    expected, groups = summarise(results)["long_sequence"]["smollm2-135m"], group_runs(results)
 
     def label(shown: str) -> str:
         """The summary names what a preset was changed to, the report what groups differ in."""
@@ -399,6 +414,133 @@ def test_the_reports_comparison_over_the_orders_is_that_of_the_summary() -> None
         sign = 1 if (method, CONTROL) in found else -1
         difference, p = found[(method, CONTROL)[::sign]]
         assert (sign * difference, p) == pytest.approx((wanted["mean"], wanted["p"]), abs=1e-5)
+
+
+def seeds_of(own: dict[tuple[str, int], dict], orders: tuple[str, ...]) -> list[float]:
+    """Average scores in percent, over some orders, seeds 0 to 2."""
+    return [100 * mean(own[o, seed]["average_score"] for o in orders) for seed in range(3)]
+
+
+def told(scores: list[float]) -> str:
+    """Mean, spread and every seed, as cells."""
+    return f"{mean(scores):.1f} ± {stdev(scores):.1f} | {', '.join(f'{s:.1f}' for s in scores)}"
+
+
+def test_the_findings_on_the_short_sequence_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    runs, orders = records_in("short-smollm2", shots=16), ("order-01", "order-02", "order-03")
+    assert {len(own) for own in runs.values()} == {9}
+    seeds = {method: seeds_of(own, orders) for method, own in runs.items()}
+    lines = []
+    for method, found in sorted(seeds.items(), key=lambda each: -mean(each[1])):
+        minus = mean(found) - mean(seeds[CONTROL])
+        lines.append(f"| `{method}` | {told(found)} | {f'{minus:+.1f} ' if minus else ''}|")
+    assert between(page, "short") == lines
+    for method, own in runs.items():
+        for record in own.values() if method != "prompt-tuning" else ():
+            assert record["backward_transfer"] == 0
+            assert all(task["unchanged"] for task in record["tasks"].values())
+    for other, said in (
+        ("prog-prompt", "{:.1f} above ProgPrompt on all three seeds"),
+        ("per-task-prompt", "{:.1f} above a per-task prompt of 10 vectors"),
+        (CONTROL, "{:.1f} below the control on all three"),
+    ):
+        differences = [a - b for a, b in zip(seeds["q-tuning"], seeds[other], strict=True)]
+        if "all three" in said:
+            assert len({each > 0 for each in differences}) == 1
+        assert said.format(abs(mean(differences))) in page
+    twins = []
+    for key, record in runs["q-tuning-plus"].items():
+        assert all(task["source"] is None for task in record["tasks"].values())
+        twins.append(abs(record["average_score"] - runs[CONTROL][key]["average_score"]))
+    assert sum(each == 0 for each in twins) == 5
+    assert f"they differ by up to {100 * max(twins):.1f}\npoints" in page
+    cells = [f"{mean(seeds[m]):.1f} ± {stdev(seeds[m]):.1f}" for m in ("q-tuning", "prog-prompt")]
+    assert "{}, ProgPrompt {}".format(*cells) in claims
+
+
+PARTS = {
+    "retention none": "without retention",
+    "retention none, scale false, shared_length 0": "without all three: the queue alone",
+    "scale false": "without the scale",
+    "": "a queue of 5 (the preset)",
+    "queue_size 10": "a queue of 10",
+    "shared_length 0": "without the shared prefix",
+    "eviction none": "all prompts are kept",
+    "memory_factor 0.001": "retention's weight 0.001",
+    "memory_factor 0.1": "retention's weight 0.1",
+}
+
+
+def test_the_findings_on_parts_of_q_tuning_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    runs = {label.removeprefix("q-tuning, "): own for label, own in records_in("ablations-smollm2").items()}  # fmt: skip
+    runs[""] = {key: r for key, r in long_records()["q-tuning"].items() if key[1] < 3}
+    assert set(runs) == set(PARTS)
+    expected = {}
+    for part, own in runs.items():
+        orders = ORDERS if len(own) == 9 else ("order-09",)
+        found, plain = seeds_of(own, orders), seeds_of(runs[""], orders)
+        last = 100 * mean(
+            task["when_learnt"]
+            for (order, _), record in own.items()
+            if order == "order-09"
+            for task in list(record["tasks"].values())[-5:]
+        )
+        late, usual = (
+            100 * mean(t["when_learnt"] for k, r in each.items() if k[0] in orders for t in list(r["tasks"].values())[5:])
+            for each in (own, runs[""])
+        )  # fmt: skip
+        where = "8 to 10" if len(own) == 9 else "9"
+        minus = f"{mean(found) - mean(plain):+.1f} | {late - usual:+.1f} " if part else "| "
+        line = f"| {PARTS[part]} | {where} | {told(found)} | {minus}| {last:.1f} |"
+        expected[line] = (-len(orders), -mean(found))
+        assert f"{mean(found):.1f}" in claims
+        for record in own.values():
+            assert record["backward_transfer"] == 0
+            assert all(task["unchanged"] for task in record["tasks"].values())
+    assert between(page, "parts") == sorted(expected, key=expected.get)
+    whole = [-key[1] for key in expected.values() if key[0] == -3]
+    assert f"orders 8 to 10 lie within {max(whole) - min(whole):.1f} points" in page
+    size = [mean(seeds_of(runs[part], ORDERS)) for part in ("", "queue_size 10", "eviction none")]
+    assert "{:.1f}, {:.1f} and {:.1f} with 5, 10 and all prompts".format(*size) in page
+    above = size[2] - mean(seed_means(long_records()["prog-prompt"]))
+    assert f"{above:.1f} points above it here" in page
+    first = [
+        100 * mean(t["score"] for r in own.values() for t in list(r["tasks"].values())[:5])
+        for own in (runs[""], runs["retention none"], runs["queue_size 10"], runs["eviction none"])
+    ]
+    assert f"have {first[0]:.1f} in the preset's pack and {first[1]:.1f} in this one" in page
+    assert first[1] == first[2] == first[3]
+
+
+def test_the_findings_on_shots_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    runs, few = records_in("shots-smollm2"), long_records()
+    lines = []
+    for method in (CONTROL, "q-tuning", "prog-prompt"):
+        each = [few[method], *(runs[f"{method}, shots {n}"] for n in (200, 1000))]
+        scores = [seeds_of(own, ("order-09",)) for own in each]
+        cells = [f"{mean(s):.1f} ± {stdev(s):.1f} ({', '.join(f'{x:.1f}' for x in s)})" for s in scores]  # fmt: skip
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
+        assert ", ".join(f"{mean(own):.1f}" for own in scores) in claims
+        for record in (record for own in each[1:] for record in own.values()):
+            assert record["backward_transfer"] == 0
+    assert between(page, "shots") == lines
+
+
+def test_the_findings_on_thirteen_tasks_of_an_encoder_are_those_of_the_scores() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "results" / "long-minilm-13.json").read_text())
+    expected = {}
+    for method, orders in record["scores"].items():
+        assert {len(own) for each in orders.values() for own in each.values()} == {13}
+        found = [100 * mean(mean(orders[o][s].values()) for o in ORDERS) for s in "012"]
+        expected[f"| `{method}` | {told(found)} |"] = -mean(found)
+    assert between(page, "long-minilm") == sorted(expected, key=expected.get)
 
 
 def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
@@ -465,62 +607,88 @@ def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
 
 def test_the_findings_on_seventy_tasks_are_those_of_the_scores() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    record = json.loads((ROOT / "results" / "lifelong-smollm2-63.json").read_text())
+    record = json.loads((ROOT / "results" / "lifelong-smollm2-69.json").read_text())["scores"]
+    earlier = json.loads((ROOT / "results" / "lifelong-smollm2-63.json").read_text())
     kinds = ("banking77", "dbpedia-14", "yahoo", "emotion", "others")
+    alone = "q-tuning, retention none, scale false, shared_length 0"
 
     def kind(task: str) -> str:
         return next((each for each in kinds if task.startswith(f"{each}-")), "others")
 
-    trained = {CONTROL: 60, "q-tuning-plus": 60, "shared-prompt": 60, "q-tuning": "20 of 60"}
-    shown, seeds = between(page, "lifelong"), {}
-    assert len(shown) == len(record["scores"])
-    for method, orders in record["scores"].items():
-        assert {len(own) for each in orders.values() for own in each.values()} == {63}
-        seeds[method] = [
-            100 * mean(mean(each[seed].values()) for each in orders.values())
-            for seed in sorted(orders["order-11"])
-        ]
-        first = [score for each in orders.values() for score in each["0"].items()]
-        parts = [100 * mean(s for task, s in first if kind(task) == which) for which in kinds]
-        cells = [", ".join(f"{score:.1f}" for score in seeds[method]), *(f"{p:.1f}" for p in parts)]
-        assert f"| `{method}` | {trained.get(method, 10)} | {' | '.join(cells)} |" in shown
+    def averages(orders: dict, *names: str) -> list[float]:
+        return [100 * mean(mean(orders[o][s].values()) for o in names or orders) for s in "012"]
 
-    def ahead(first: str, second: str) -> list[float]:
-        own, other = record["scores"][first], record["scores"][second]
-        return [
-            100 * (mean(own[o][s].values()) - mean(other[o][s].values()))
-            for o in own
-            for s in own[o]
-        ]
+    trained = {"per-task-prompt": "10", alone: "10 of 50"}
+    expected, first = {}, {}
+    for method, orders in record.items():
+        assert {len(own) for each in orders.values() for own in each.values()} == {69}
+        first[method] = averages(orders, "order-11")
+        shown = [s for own in orders["order-11"].values() for s in own.items()]
+        parts = [100 * mean(s for task, s in shown if kind(task) == which) for which in kinds]
+        seeds = [averages(orders) if len(orders) == 3 else [], first[method]]
+        name = re.sub(r"^[\w-]+", lambda found: f"`{found[0]}`", method)
+        cells = [
+            name + " (control)" * (method == CONTROL),
+            trained.get(method, "20 of 60" if method.startswith("q-tuning") and "plus" not in method else "60"),
+            *(", ".join(f"{score:.1f}" for score in each) for each in seeds),
+            *(f"{part:.1f}" for part in parts),
+        ]  # fmt: skip
+        line = f"| {' | '.join(cells)} |".replace("|  |", "| |")
+        expected[line] = -mean(first[method])
+    assert between(page, "lifelong") == sorted(expected, key=expected.get)
 
-    alone, shared = ahead("q-tuning", "per-task-prompt"), ahead("q-tuning", "shared-prompt")
-    said = (
-        "{:.1f} points above per-task prompts, in each of the nine pairs of runs ({:.1f} to {:.1f})"
-    )
-    assert said.format(mean(alone), min(alone), max(alone)) in page
-    assert all(a < b for a, b in zip(seeds["q-tuning"], seeds["shared-prompt"], strict=True))
-    assert f"It is {-mean(shared):.1f} below the shared prompt" in page
-    assert f"it is {seeds[CONTROL][0] - seeds['q-tuning'][0]:.1f} below the control" in page
-    long = [seeds[method][0] for method in (CONTROL, "q-tuning-plus", "shared-prompt")]
-    assert f"within {max(long) - min(long):.1f} points of each other" in page
-    seconds = record["seconds"]
+    def ahead(one: str, other: str) -> list[float]:
+        own, its = record[one], record[other]
+        return [100 * (mean(own[o][s].values()) - mean(its[o][s].values())) for o in own for s in own[o]]  # fmt: skip
+
+    short, shared = ahead("q-tuning", "per-task-prompt"), ahead("q-tuning", "shared-prompt")
+    said = "{:.1f} points above per-task prompts, in eight of nine pairs of runs ({:.1f} to {:.1f}), and {:.1f} below"
+    assert said.format(mean(short), min(short), max(short), -mean(shared)) in page
+    assert sum(each > 0 for each in short) == 8
+    assert max(shared) < 0
+    means = {method: mean(seeds) for method, seeds in first.items()}
+    with_prefix, with_scale = means["q-tuning, retention none, scale false"], means["q-tuning, retention none"]  # fmt: skip
+    for said in (
+        f"it has {means[alone]:.1f} on order 11, {means['per-task-prompt'] - means[alone]:.1f} less",
+        f"it has {with_prefix:.1f}; the scale brings {with_scale - with_prefix:.1f}",
+        f"retention takes {with_scale - means['q-tuning']:.1f}",
+        f"10 of them {means[alone]:.1f} and {means['per-task-prompt']:.1f}",
+        f"20 of them {with_prefix:.1f} to {with_scale:.1f}",
+        f"60 of them {means['shared-prompt']:.1f} to {means['q-tuning-plus']:.1f}",
+        f"within {means['q-tuning-plus'] - means['shared-prompt']:.1f} points of each other",
+    ):
+        assert said in page
+    before, now, moved = [], [], []
+    methods = ("q-tuning", "per-task-prompt", "shared-prompt")
+    for method in methods:
+        pairs = [
+            (100 * mean(was.values()), 100 * mean(record[method][o][s][task] for task in was))
+            for o, seeds in earlier["scores"][method].items()
+            for s, was in seeds.items()
+        ]
+        before.append(mean(was for was, _ in pairs))
+        now.append(mean(own for _, own in pairs))
+        moved += [abs(was - own) for was, own in pairs]
+    assert "had {:.1f}, {:.1f} and {:.1f} (Q-tuning, per-task, shared)".format(*before) in page
+    assert "this one {:.1f}, {:.1f} and {:.1f}; single runs".format(*now) in page
+    assert f"differ by up to {max(moved):.1f}" in page
+    seconds = earlier["seconds"]
     said = "{:.2f} seconds of a run for tasks 54 to 63, {:.2f} for tasks 2 to 11"
     assert said.format(mean(seconds[-10:]), mean(seconds[1:11])) in page
-    methods = ("q-tuning", "per-task-prompt", "shared-prompt")
-    means = [mean(seeds[method]) for method in methods]
+    whole = {method: averages(record[method]) for method in methods}
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = (
         "{:.1f} % with Q-tuning, {:.1f} with a short prompt per task. But a long prompt shared by all has {:.1f}, and "
-        "with seed 0 alone a long prompt per task has {:.1f} against {:.1f}"
+        "on the first of the orders a long prompt per task has {:.1f} against {:.1f}"
     )
-    assert said.format(*means, seeds[CONTROL][0], seeds["q-tuning"][0]) in readme
+    each = [mean(whole[method]) for method in methods]
+    assert said.format(*each, means[CONTROL], means["q-tuning"]) in readme
     claim = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    each = ", ".join(f"{mean(seeds[m]):.1f} ± {stdev(seeds[m]):.1f}" for m in methods)
-    assert f"| {each} |" in claim
-    real, padded = record["positions_per_step"], record["padded_positions_per_step"]
+    assert f"| {', '.join(f'{mean(whole[m]):.1f} ± {stdev(whole[m]):.1f}' for m in methods)} |" in claim  # fmt: skip
+    real, padded = earlier["positions_per_step"], earlier["padded_positions_per_step"]
     assert f"{sum(padded) / sum(real):.2f} times as many positions when padded" in claim
-    read = [p * n for p, n in zip(padded, record["steps"], strict=True)][1:]
-    lanes = sum(len(own) for orders in record["scores"].values() for own in orders.values())
+    read = [p * n for p, n in zip(padded, earlier["steps"], strict=True)][1:]
+    lanes = sum(len(own) for orders in earlier["scores"].values() for own in orders.values())
     slope, rest = np.polyfit(read, [lanes * each for each in seconds[1 : len(padded)]], 1)
     assert f"takes {1e6 * slope:.1f} µs" in claim
     assert f"the seconds of {len(read)} tasks, {rest:.1f} seconds for all else" in claim
