@@ -236,7 +236,7 @@ def long_records() -> dict[str, dict[tuple[str, int], dict]]:
 
 
 def records_in(folder: str, **common: int) -> dict[str, dict[tuple[str, int], dict]]:
-    """Of each method, with what its preset was changed to but what all have in common, its records by order and seed."""
+    """Of each method, with what its preset was changed to beside `common`, its records by order and seed."""
     found: dict[str, dict[tuple[str, int], dict]] = {}
     for file in sorted((ROOT / "results" / folder).glob("*/*/*/result.json")):
         record = json.loads(file.read_text())
@@ -476,7 +476,8 @@ PARTS = {
 def test_the_findings_on_parts_of_q_tuning_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    runs = {label.removeprefix("q-tuning, "): own for label, own in records_in("ablations-smollm2").items()}  # fmt: skip
+    found = records_in("ablations-smollm2")
+    runs = {label.removeprefix("q-tuning, "): own for label, own in found.items()}
     runs[""] = {key: r for key, r in long_records()["q-tuning"].items() if key[1] < 3}
     assert set(runs) == set(PARTS)
     expected = {}
@@ -490,9 +491,15 @@ def test_the_findings_on_parts_of_q_tuning_are_those_of_the_records() -> None:
             for task in list(record["tasks"].values())[-5:]
         )
         late, usual = (
-            100 * mean(t["when_learnt"] for k, r in each.items() if k[0] in orders for t in list(r["tasks"].values())[5:])
+            100
+            * mean(
+                task["when_learnt"]
+                for (order, _), record in each.items()
+                if order in orders
+                for task in list(record["tasks"].values())[5:]
+            )
             for each in (own, runs[""])
-        )  # fmt: skip
+        )
         where = "8 to 10" if len(own) == 9 else "9"
         minus = f"{mean(found) - mean(plain):+.1f} | {late - usual:+.1f} " if part else "| "
         line = f"| {PARTS[part]} | {where} | {told(found)} | {minus}| {last:.1f} |"
@@ -647,7 +654,8 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_scores() -> None:
     assert sum(each > 0 for each in short) == 8
     assert max(shared) < 0
     means = {method: mean(seeds) for method, seeds in first.items()}
-    with_prefix, with_scale = means["q-tuning, retention none, scale false"], means["q-tuning, retention none"]  # fmt: skip
+    with_scale = means["q-tuning, retention none"]
+    with_prefix = means["q-tuning, retention none, scale false"]
     for said in (
         f"it has {means[alone]:.1f} on order 11, {means['per-task-prompt'] - means[alone]:.1f} less",
         f"it has {with_prefix:.1f}; the scale brings {with_scale - with_prefix:.1f}",

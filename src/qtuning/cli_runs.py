@@ -219,24 +219,31 @@ def summary(
 
 
 def _summary_table(found: dict[str, Any]) -> Table:
-    """One row per label, with the columns that have a figure."""
+    """One row per label, the best average of each backbone first, with a column for every order that has a figure."""
     shown: dict[tuple[str, str], dict[str, str]] = {}
     for section in ("long_sequence", "lifelong"):
         for backbone, labels in found[section].items():
             for label, facts in labels.items():
                 row = shown.setdefault((backbone, label), {})
-                row |= {order: f"{cell['mean']:.1%}" for order, cell in facts["orders"].items()}
+                for order, cell in facts["orders"].items():
+                    row[order.removeprefix("order-")] = f"{100 * cell['mean']:.1f}"
                 if facts.get("average"):
-                    row["average"] = f"{facts['average']['mean']:.1%}"
+                    row["average"] = f"{100 * facts['average']['mean']:.1f}"
                 if minus := facts.get("minus_length_matched"):
-                    row["minus length-matched"] = (
-                        f"{minus['mean']:+.1%} (n {minus['n']}, p {minus['p']})"
-                    )
-    columns = sorted({column for row in shown.values() for column in row if "order-" in column})
-    columns += ["average", "minus length-matched"]
-    table = Table("backbone", "method", *columns)
-    for (backbone, label), row in sorted(shown.items()):
-        table.add_row(backbone, label, *(row.get(column, "–") for column in columns))
+                    p = "" if minus["p"] is None else f" p {minus['p']:.2f}"
+                    row["− control"] = f"{100 * minus['mean']:+.1f}{p}"
+    columns = sorted({column for row in shown.values() for column in row if column.isdigit()})
+    columns += ["average", "− control"]
+    table = Table("method", *columns, title="average score, %, by order")
+    backbones = sorted({backbone for backbone, _ in shown})
+    for backbone in backbones:
+        table.add_section()
+        table.add_row(f"[bold]{backbone}[/bold]")
+        rows = [(label, row) for (own, label), row in shown.items() if own == backbone]
+        for label, row in sorted(
+            rows, key=lambda each: (-float(each[1].get("average", 0)), each[0])
+        ):
+            table.add_row(f"  {label}", *(row.get(column, "") for column in columns))
     return table
 
 

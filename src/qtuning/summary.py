@@ -20,6 +20,8 @@ LENGTH_MATCHED = "per-task-prompt-long"
 LENGTHS = {"prompt_length", "shared_length", "queue_size"}
 SWITCHES = {f.name for f in fields(MethodSettings)} - LENGTHS
 """Settings that mean nothing to that control."""
+KEEPS_ALL = "eviction none"
+"""A prompt that grows with the tasks: no control is as long."""
 
 Record = dict[str, Any]
 Seeds = Mapping[int, Record]
@@ -86,9 +88,8 @@ def _long(labels: Labels) -> dict[str, Any]:
 def _control(label: str) -> str:
     """The length-matched prompt under the same conditions: with what was changed but Q-tuning's own switches."""
     changed = label.split(", ")[1:]
-    return ", ".join(
-        [LENGTH_MATCHED, *(each for each in changed if each.split()[0] not in SWITCHES)]
-    )
+    kept = (c for c in changed if c.split()[0] not in SWITCHES or c == KEEPS_ALL)
+    return ", ".join([LENGTH_MATCHED, *kept])
 
 
 def _minus(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any] | None:

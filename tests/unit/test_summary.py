@@ -231,7 +231,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert said.exit_code == 0, said.output
     assert "8 finished runs read" in said.output
     assert "not readable" in said.output
-    assert "70.0%" in said.output
+    assert "+10.0" in said.output
+    first, second = said.output.index("  q-tuning "), said.output.index("  per-task-prompt-long ")
+    assert first < second  # the better one
     assert json.loads(output.read_text()) == summarise(gather([tmp_path / "runs"]).results)
 
 
