@@ -207,7 +207,10 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     found = gather([ROOT / "results" / "order-09-minilm"])
     assert nine == to_markdown(group_runs(found.results))
     four = page.split("<!-- order-04 -->\n")[1].split("<!-- /order-04 -->")[0]
-    assert four == to_markdown(group_runs(gather([ROOT / "results" / "order-04-minilm"]).results))
+    weights = gather([ROOT / "results" / "order-04-minilm"]).results
+    assert four == to_markdown(group_runs(weights))
+    fell = mean(100 * r["forgetting"] for r in weights if r["method"] == "continual-finetune")
+    assert f"on 64 texts, is {fell:.1f})" in page
     shown = page.split("<!-- starter-four -->\n")[1].split("<!-- /starter-four -->")[0]
     records = gather([ROOT / "results" / "starter-four-minilm"])
     assert shown == to_markdown(group_runs(records.results))
@@ -466,7 +469,7 @@ PARTS = {
     "scale false": "without the scale",
     "": "a queue of 5 (the preset)",
     "queue_size 10": "a queue of 10",
-    "shared_length 0": "without the shared prefix",
+    "shared_length 0": "without the shared prefix, and so without retention",
     "eviction none": "all prompts are kept",
     "memory_factor 0.001": "retention's weight 0.001",
     "memory_factor 0.1": "retention's weight 0.1",
@@ -521,6 +524,24 @@ def test_the_findings_on_parts_of_q_tuning_are_those_of_the_records() -> None:
     ]
     assert f"have {first[0]:.1f} in the preset's pack and {first[1]:.1f} in this one" in page
     assert first[1] == first[2] == first[3]
+    weights = ("memory_factor 0.001", "", "memory_factor 0.1", "retention none")
+    nine = [mean(seeds_of(runs[part], ("order-09",))) for part in weights]
+    said = "has {:.1f}, {:.1f} and {:.1f}, and no retention {:.1f}: 0.01 is the best weight"
+    assert said.format(*nine) in page
+    same = [
+        100 * mean(t["score"] for s in range(3) for t in list(runs[part]["order-09", s]["tasks"].values())[:5])
+        for part in ("memory_factor 0.001", "memory_factor 0.1", "retention none", "queue_size 10")
+    ]  # fmt: skip
+    assert f"have {same[0]:.1f} on order 9" in page
+    assert f"run so far {same[2]:.1f}." in " ".join(page.split())
+    assert same[0] == same[1]
+    assert same[2] == same[3]
+    for seed in range(3):
+        last, usual = (
+            mean(t["when_learnt"] for t in list(own["order-09", seed]["tasks"].values())[-5:])
+            for own in (runs["eviction none"], runs[""])
+        )
+        assert last < usual
 
 
 def test_the_findings_on_shots_are_those_of_the_records() -> None:
@@ -537,6 +558,14 @@ def test_the_findings_on_shots_are_those_of_the_records() -> None:
         for record in (record for own in each[1:] for record in own.values()):
             assert record["backward_transfer"] == 0
     assert between(page, "shots") == lines
+    gaps = [
+        mean(seeds_of(own, ("order-09",))) - mean(seeds_of(its, ("order-09",)))
+        for own, its in (
+            (few[CONTROL], few["q-tuning"]),
+            *((runs[f"{CONTROL}, shots {n}"], runs[f"q-tuning, shots {n}"]) for n in (200, 1000)),
+        )
+    ]
+    assert "Q-tuning is {:.1f}, {:.1f} and {:.1f} points".format(*gaps) in page
 
 
 def test_the_findings_on_thirteen_tasks_of_an_encoder_are_those_of_the_scores() -> None:
@@ -664,6 +693,7 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_scores() -> None:
         f"20 of them {with_prefix:.1f} to {with_scale:.1f}",
         f"60 of them {means['shared-prompt']:.1f} to {means['q-tuning-plus']:.1f}",
         f"within {means['q-tuning-plus'] - means['shared-prompt']:.1f} points of each other",
+        f"On 70 tasks (order 11) it is {means['q-tuning-plus'] - means[CONTROL]:.1f} above",
     ):
         assert said in page
     before, now, moved = [], [], []

@@ -108,6 +108,7 @@ def test_a_missing_order_leaves_the_average_out() -> None:
 def test_the_control_ran_under_the_same_conditions() -> None:
     results = all_orders("q-tuning", 0, (0.7, 0.7, 0.7), changed={"shots": 20, "eviction": "fifo"})
     results += all_orders("q-tuning", 0, (0.7, 0.7, 0.7), changed={"shots": 20, "queue_size": 5})
+    results += all_orders("q-tuning", 0, (0.7, 0.7, 0.7), changed={"shots": 20, "eviction": "none"})
     results += all_orders("per-task-prompt-long", 0, (0.6, 0.6, 0.6), changed={"shots": 20})
     results += all_orders("per-task-prompt-long", 0, (0.5, 0.5, 0.5))
     labels = summarise(results)["long_sequence"]["minilm"]
@@ -115,7 +116,8 @@ def test_the_control_ran_under_the_same_conditions() -> None:
     assert found["control"] == "per-task-prompt-long, shots 20"
     assert found["mean"] == 0.1
     assert found["p"] == 1.0
-    # as many rows as another queue has: nobody ran that control
+    # as many rows as another queue has, or ever more: nobody ran that control
+    assert labels["q-tuning, eviction none, shots 20"]["minus_length_matched"] is None
     assert labels["q-tuning, queue_size 5, shots 20"]["minus_length_matched"] is None
     assert "minus_length_matched" not in labels["per-task-prompt-long, shots 20"]
 
