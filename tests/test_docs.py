@@ -732,6 +732,28 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_scores() -> None:
     assert f"the seconds of {len(read)} tasks, {rest:.1f} seconds for all else" in claim
 
 
+def test_all_seventy_tasks_of_an_encoder_are_answered_as_when_learnt() -> None:
+    (file,) = (ROOT / "results" / "lifelong-minilm").glob("*/*/*/result.json")
+    record = json.loads(file.read_text())
+    page = " ".join((ROOT / "docs" / "findings.md").read_text(encoding="utf-8").split())
+    tasks = list(record["tasks"].items())
+    assert len(tasks) == 70
+    assert record["backward_transfer"] == 0
+    assert all(task["unchanged"] for _, task in tasks)
+    early, late = (
+        mean(task["seconds"] for name, task in part if name.startswith("banking77"))
+        for part in (tasks[11:40], tasks[40:])
+    )
+    assert (
+        f"took {early:.0f} seconds on average, those among the 41st to the 70th {late:.0f}," in page
+    )
+    (held,) = {cost["live_tensor_bytes"] for cost in record["costs"][10:]}
+    assert f"is {held:,} bytes after each of them" in page
+    score = f"{100 * record['average_score']:.1f} %"
+    assert f"`): {score}; backward transfer 0.0" in page
+    assert f"on a small encoder: {score}" in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_the_findings_figures_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     averaged = json.loads((ROOT / "results" / "tuning-smollm2-averaged.json").read_text())["tried"]
