@@ -284,12 +284,9 @@ class Backbone:
         weights = dict(sorted(self.model.state_dict().items()))
         flat = [tensor.detach().reshape(-1) for tensor in weights.values()]
         samples = [each[:: max(1, each.numel() // 1024)][:1024].to(torch.bfloat16) for each in flat]
-        numbers = torch.cat(
-            samples
-        ).cpu()  # one copy: waiting for the card costs more than the bytes
-        for (name, tensor), sample in zip(
-            weights.items(), numbers.split([len(each) for each in samples]), strict=True
-        ):
+        # one copy for all: waiting for a card costs more than the bytes
+        numbers = torch.split(torch.cat(samples).cpu(), [len(each) for each in samples])
+        for (name, tensor), sample in zip(weights.items(), numbers, strict=True):
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
         return digest.hexdigest()[:32]
