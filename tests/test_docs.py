@@ -22,10 +22,10 @@ from rich.console import Console
 import qtuning
 from qtuning import cli, config, demo
 from qtuning.errors import CollectionError
-from qtuning.presets import get_preset
 from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
 from qtuning.report.tables import compare, group_runs
+from qtuning.run_labels import label_of
 from qtuning.serve.run import free_port
 from qtuning.summary import summarise
 from tests.conftest import make_model, make_tokenizer
@@ -238,16 +238,12 @@ def long_records() -> dict[str, dict[tuple[str, int], dict]]:
     return found
 
 
-def records_in(folder: str, **common: int) -> dict[str, dict[tuple[str, int], dict]]:
-    """Of each method, with what its preset was changed to beside `common`, its records by order and seed."""
+def records_in(folder: str) -> dict[str, dict[tuple[str, int], dict]]:
+    """Of each method, with what its preset was changed to, its records by order and seed."""
     found: dict[str, dict[tuple[str, int], dict]] = {}
-    for file in sorted((ROOT / "results" / folder).glob("*/*/*/result.json")):
+    for file in (ROOT / "results" / folder).glob("*/*/*/result.json"):
         record = json.loads(file.read_text())
-        standard = {**get_preset(record["config"]["preset"], record["method"]), **common}
-        settings = sorted(record["config"]["settings"].items())
-        changed = [f"{name} {str(v).lower()}" for name, v in settings if standard.get(name) != v]
-        words = [record["method"], *changed]
-        found.setdefault(", ".join(words), {})[record["stream"], record["seed"]] = record
+        found.setdefault(label_of(record), {})[record["stream"], record["seed"]] = record
     return found
 
 
@@ -432,7 +428,8 @@ def told(scores: list[float]) -> str:
 def test_the_findings_on_the_short_sequence_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
-    runs, orders = records_in("short-smollm2", shots=16), ("order-01", "order-02", "order-03")
+    orders = ("order-01", "order-02", "order-03")
+    runs = {m.removesuffix(", shots 16"): own for m, own in records_in("short-smollm2").items()}
     assert {len(own) for own in runs.values()} == {9}
     seeds = {method: seeds_of(own, orders) for method, own in runs.items()}
     lines = []
@@ -899,6 +896,17 @@ def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
         f"a run's share {pack['seconds'] / pack['lanes']:.1f} seconds",
     ):
         assert said in claims
+    shared = json.loads((results / "sharing-gpu.json").read_text())
+    busy = mean(each >= 95 for each in shared["load_percent"])
+    assert (
+        f"Five processes on one card (under NVIDIA's MPS), {shared['seconds'] / 60:.0f} minutes"
+        in claims
+    )
+    assert f"one pack of 60 lanes ({shared['processes'][1]['seconds'] / 60:.1f} minutes" in claims
+    assert (
+        f"in {100 * busy:.0f} % of all samples,\n  at {median(shared['watts']):.0f} of its 700 watts"
+        in claims
+    )
     earlier = pack["earlier_pack_of_padded_rows"]
     assert f"had {earlier['seconds'] / earlier['lanes']:.1f}" in claims
 

@@ -303,10 +303,8 @@ def _try_pack(pack: Pack, place: Place, loaded: Loaded) -> Outcome:
             lanes=place.lanes,
             loaded=loaded,
         )
-    except (
-        Exception
-    ) as error:  # whatever it is, the other packs go on, with a model that saw nothing of it
-        loaded.clear()
+    except Exception as error:  # whatever it is, the other packs go on
+        loaded.clear()  # with a model that saw nothing of it
         said = str(error) if isinstance(error, QTuningError) else f"{type(error).__name__}: {error}"
         return Outcome(pack, error=" ".join(said.split()), seconds=time.perf_counter() - began)
     finally:
