@@ -212,38 +212,41 @@ def summary(
     records = gather(runs)
     found = summarise(records.results)
     write_json(output, found)
-    Console().print(_summary_table(found))
+    for section in ("long_sequence", "lifelong"):
+        if found[section]:
+            Console().print(_summary_table(section.replace("_", " "), found[section]))
     typer.echo(f"{output}: {len(records.results)} finished runs read")
     for problem in records.unreadable:
         typer.echo(f"not readable: {problem}", err=True)
 
 
-def _summary_table(found: dict[str, Any]) -> Table:
+def _summary_table(title: str, section: dict[str, Any]) -> Table:
     """One row per label, the best average of each backbone first, with a column for every order that has a figure."""
-    shown: dict[tuple[str, str], dict[str, str]] = {}
-    for section in ("long_sequence", "lifelong"):
-        for backbone, labels in found[section].items():
-            for label, facts in labels.items():
-                row = shown.setdefault((backbone, label), {})
-                for order, cell in facts["orders"].items():
-                    row[order.removeprefix("order-")] = f"{100 * cell['mean']:.1f}"
-                if facts.get("average"):
-                    row["average"] = f"{100 * facts['average']['mean']:.1f}"
-                if minus := facts.get("minus_length_matched"):
-                    p = "" if minus["p"] is None else f" p {minus['p']:.2f}"
-                    row["− control"] = f"{100 * minus['mean']:+.1f}{p}"
-    columns = sorted({column for row in shown.values() for column in row if column.isdigit()})
-    columns += ["average", "− control"]
-    table = Table("method", *columns, title="average score, %, by order")
-    backbones = sorted({backbone for backbone, _ in shown})
-    for backbone in backbones:
+    every = [facts for labels in section.values() for facts in labels.values()]
+    orders = sorted({order for facts in every for order in facts["orders"]})
+    headings = [*(order.removeprefix("order-") for order in orders), "average"]
+    if any(facts.get("minus_length_matched") for facts in every):
+        headings.append("− control")
+    table = Table("method", title=f"{title}: average score, %")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    for backbone, labels in section.items():
         table.add_section()
         table.add_row(f"[bold]{backbone}[/bold]")
-        rows = [(label, row) for (own, label), row in shown.items() if own == backbone]
-        for label, row in sorted(
-            rows, key=lambda each: (-float(each[1].get("average", 0)), each[0])
-        ):
-            table.add_row(f"  {label}", *(row.get(column, "") for column in columns))
+        averages = {
+            label: (facts["average"] or {}).get("mean", 0) for label, facts in labels.items()
+        }
+        for label in sorted(labels, key=lambda each: (-averages[each], each)):
+            facts = labels[label]
+            row = [
+                f"{100 * facts['orders'][o]['mean']:.1f}" if o in facts["orders"] else ""
+                for o in orders
+            ]
+            row.append(f"{100 * averages[label]:.1f}" if averages[label] else "")
+            if minus := facts.get("minus_length_matched"):
+                p = "" if minus["p"] is None else f" p {minus['p']:.2f}"
+                row.append(f"{100 * minus['mean']:+.1f}{p}")
+            table.add_row(f"  {label}", *row)
     return table
 
 

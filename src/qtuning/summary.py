@@ -67,22 +67,25 @@ def _arranged(results: Sequence[Record], orders: Sequence[str]) -> dict[str, Lab
 
 def _long(labels: Labels) -> dict[str, Any]:
     """Each order, the mean over the orders, and how far that is from the control's."""
-    averages = {}
-    for label, runs in labels.items():
-        scores = [_scores(runs.get(order, {})) for order in LONG]
-        whole = sorted(set.intersection(*map(set, scores)))
-        averages[label] = {seed: mean(each[seed] for each in scores) for seed in whole}
+    averages = {label: _over(LONG, runs) for label, runs in labels.items()}
     found: dict[str, Any] = {}
     for label, runs in labels.items():
         control = _control(label)
         found[label] = {
             "orders": {order: _spread(_scores(runs[order])) for order in runs},
-            "average": _spread(averages[label]) if averages[label] else None,
+            "average": _spread_or_none(averages[label]),
         }
         if label != control:
             paired = _minus(averages[label], averages.get(control, {}))
             found[label]["minus_length_matched"] = paired and {"control": control, **paired}
     return found
+
+
+def _over(orders: Sequence[str], runs: Mapping[str, Seeds]) -> dict[int, float]:
+    """The mean over the orders of every seed that has them all."""
+    scores = [_scores(runs.get(order, {})) for order in orders]
+    whole = sorted(set.intersection(*map(set, scores)))
+    return {seed: mean(each[seed] for each in scores) for seed in whole}
 
 
 def _control(label: str) -> str:
@@ -103,7 +106,10 @@ def _minus(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, An
 
 def _lifelong(labels: Labels) -> dict[str, Any]:
     return {
-        label: {"orders": {order: _lifelong_order(runs[order]) for order in runs}}
+        label: {
+            "orders": {order: _lifelong_order(runs[order]) for order in runs},
+            "average": _spread_or_none(_over(LIFELONG, runs)),
+        }
         for label, runs in labels.items()
     }
 
@@ -147,6 +153,10 @@ def _spread(values: Mapping[int, float]) -> dict[str, Any]:
         "n": len(each),
         "seeds": {str(seed): _rounded(value) for seed, value in values.items()},
     }
+
+
+def _spread_or_none(values: Mapping[int, float]) -> dict[str, Any] | None:
+    return _spread(values) if values else None
 
 
 def _rounded(value: float) -> float:

@@ -200,6 +200,10 @@ def test_lifelong_streams() -> None:
         "backward_transfer": 0.02, "tasks": 70, "seconds_first_ten": 4.5, "seconds_last_ten": 64.5,
     }  # fmt: skip
     assert orders["order-13"]["backward_transfer"] is None
+    assert found["lifelong"]["minilm"]["q-tuning"]["average"] is None  # no run of order 12
+    whole = summarise([*results, record("order-12", seed=0, score=0.8, test_limit=100)])
+    average = whole["lifelong"]["minilm"]["q-tuning"]["average"]
+    assert average == {"mean": 0.5, "sd": None, "n": 1, "seeds": {"0": 0.5}}
     conditions = found["conditions"]["minilm"]["q-tuning"]
     assert conditions["lifelong"]["test_limit"] == [100]
     assert conditions["long_sequence"]["test_limit"] == [250]
