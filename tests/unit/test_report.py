@@ -72,6 +72,41 @@ def test_the_page_is_whole_and_asks_for_nothing_outside(runs: Path) -> None:
     assert len(page) < 400_000
 
 
+def test_a_stream_that_is_asked_at_its_end_alone(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chart instead of a matrix that is empty but for its diagonal and its last row."""
+    folder = runs.parent
+    config = RunConfig(
+        str(folder / "three.yaml"),
+        "q-tuning",
+        str(folder / "model"),
+        test_limit=6,
+        inner_rows=0,
+        settings=SETTINGS,
+    )
+    run(config, [0, 1], tmp_path, device="cpu")
+    records = gather([tmp_path])
+    (group,) = group_runs(records.results)
+    assert group.mean_curve() == []
+    learnt = [[task["when_learnt"] for task in run["tasks"].values()] for run in group.runs]
+    means = [(a + b) / 2 for a, b in zip(*learnt, strict=True)]
+    expected = [sum(means[:n]) / n for n in (1, 2, 3)]
+    assert group.curve_when_learnt() == pytest.approx(expected)
+    page = render_page(records)
+    assert "Score matrix" not in page
+    assert "Score of each task" in page
+    assert "tasks learnt so far, each when it was learnt" in page
+    whole = render_page(gather([runs]))
+    assert "Score matrix" in whole
+    assert "each when it was learnt" not in whole
+    assert "<h3>What the queue keeps</h3>" in page
+    monkeypatch.setattr("qtuning.report.page.MOST_ROWS", 2)
+    long = render_page(records)
+    assert "<summary>What the queue keeps</summary>" in long
+    assert long.count("<details>") == long.count("</details>")
+
+
 def test_groups_comparisons_and_tables(runs: Path) -> None:
     groups = group_runs(gather([runs]).results)
     assert {g.label for g in groups} == {"q-tuning", "per-task-prompt"}

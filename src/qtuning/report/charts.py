@@ -16,14 +16,15 @@ def line_chart(
     low: float | None = None,
 ) -> str:
     """One line per entry over the tasks; hovering a point names it."""
-    width, height, left, bottom, top = 720, 260, 46, 34, 14
+    width, height, left, bottom, top = 720, 260, 52, 34, 14
     values = [value for line in series.values() for value in line]
     if not values:
         return ""
     floor = min(values) if low is None else low
     ceiling = max(values)
     pad = max(0.06 * (ceiling - floor), 0.01)  # a flat line still gets a scale around it
-    floor, ceiling = (floor if low is not None else floor - pad), ceiling + pad
+    top_end = 1.0 if percent and ceiling > 0.5 else ceiling + pad  # no score is above 100 %
+    floor, ceiling = (floor if low is not None else floor - pad), min(ceiling + pad, top_end)
     count = max(len(line) for line in series.values())
 
     def x(i: int) -> float:

@@ -15,6 +15,9 @@ from qtuning.report.charts import heat_table, line_chart
 from qtuning.report.gather import Records
 from qtuning.report.tables import Group, compare, group_runs, papers_numbers
 
+MOST_ROWS = 20
+"""Tables with more rows are shown when asked for."""
+
 
 def render_page(records: Records) -> str:
     """The whole page as one string."""
@@ -50,7 +53,11 @@ def _by_stream(groups: Sequence[Group]) -> list[dict[str, Any]]:
         own = [group for group in groups if (group.stream, group.backbone) == (stream, backbone)]
         tasks = list(own[0].runs[0]["tasks"])
         curves = {group.label: curve for group in own if (curve := group.mean_curve())}
-        chart = line_chart(curves, tasks, "Average score of the tasks learnt so far")
+        title = "Average score of the tasks learnt so far"
+        if not curves:
+            curves = {group.label: curve for group in own if (curve := group.curve_when_learnt())}
+            title += ", each when it was learnt"
+        chart = line_chart(curves, tasks, title)
         found.append(
             {"stream": stream, "backbone": backbone, "chart": Markup(chart), "tasks": tasks}
         )
@@ -65,7 +72,9 @@ def _details(group: Group) -> dict[str, Any]:
     return {
         "group": group,
         "run": run,
-        "matrix": Markup(heat_table(group.mean_matrix()[1:], tasks, tasks, 0.3, 1.0)),
+        "is_long": len(tasks) > MOST_ROWS,
+        "matrix": Markup(_matrix(group, tasks)),
+        "ends": Markup(_ends(group, tasks)),
         "transfer": Markup(_transfer(group, tasks)),
         "scale": Markup(_scale(run, tasks)),
         "keeps": Markup(_keeps(run, tasks)),
@@ -83,6 +92,29 @@ def _details(group: Group) -> dict[str, Any]:
             )
         ),
     }  # fmt: skip
+
+
+def _has_inner_cells(matrix: Sequence[Sequence[float | None]]) -> bool:
+    """Whether an earlier task was asked between its own lesson and the end of the stream."""
+    return any(value is not None for i, row in enumerate(matrix[1:-1]) for value in row[:i])
+
+
+def _matrix(group: Group, tasks: Sequence[str]) -> str:
+    """All measured scores; nothing where a chart of each task's two says the same."""
+    matrix = group.mean_matrix()
+    if len(tasks) > 2 and not _has_inner_cells(matrix):
+        return ""
+    return heat_table(matrix[1:], tasks, tasks, 0.3, 1.0)
+
+
+def _ends(group: Group, tasks: Sequence[str]) -> str:
+    """Every task when it was learnt and at the end."""
+    matrix = group.mean_matrix()
+    learnt = [row[j] for j, row in enumerate(matrix[1:])]
+    lines = {"at the end": matrix[-1], "when learnt": learnt}
+    whole = {name: [x for x in line if x is not None] for name, line in lines.items()}
+    shown = {name: line for name, line in whole.items() if len(line) == len(tasks)}
+    return line_chart(shown, tasks, "Score of each task")
 
 
 def _transfer(group: Group, tasks: Sequence[str]) -> str:

@@ -58,6 +58,13 @@ class Group:
             return []
         return [statistics.mean(points) for points in zip(*curves, strict=True)]
 
+    def curve_when_learnt(self) -> list[float]:
+        """The same with every task's score when it was learnt, which is always asked but by methods that adapt."""
+        scores = [row[j] for j, row in enumerate(self.mean_matrix()[1:])]
+        known = [score for score in scores if score is not None]
+        sums = itertools.accumulate(known)
+        return [s / n for n, s in enumerate(sums, start=1)] if len(known) == len(scores) else []
+
 
 def group_runs(results: Sequence[dict[str, Any]]) -> list[Group]:
     """Runs of the same config together, in order of stream and average score."""
