@@ -23,8 +23,8 @@ def line_chart(
     floor = min(values) if low is None else low
     ceiling = max(values)
     pad = max(0.06 * (ceiling - floor), 0.01)  # a flat line still gets a scale around it
-    top_end = 1.0 if percent and ceiling > 0.5 else ceiling + pad  # no score is above 100 %
-    floor, ceiling = (floor if low is not None else floor - pad), min(ceiling + pad, top_end)
+    floor, ceiling = (floor if low is not None else floor - pad), ceiling + pad
+    ceiling = min(ceiling, 1.0) if percent else ceiling  # no score is above 100 %
     count = max(len(line) for line in series.values())
 
     def x(i: int) -> float:

@@ -109,21 +109,18 @@ def _matrix(group: Group, tasks: Sequence[str]) -> str:
 
 def _ends(group: Group, tasks: Sequence[str]) -> str:
     """Every task when it was learnt and at the end."""
-    matrix = group.mean_matrix()
-    learnt = [row[j] for j, row in enumerate(matrix[1:])]
-    lines = {"at the end": matrix[-1], "when learnt": learnt}
-    whole = {name: [x for x in line if x is not None] for name, line in lines.items()}
-    shown = {name: line for name, line in whole.items() if len(line) == len(tasks)}
-    return line_chart(shown, tasks, "Score of each task")
+    end = [score for score in group.mean_matrix()[-1] if score is not None]
+    lines = {"at the end": end, "when learnt": group.when_learnt()}
+    return line_chart({k: line for k, line in lines.items() if line}, tasks, "Score of each task")
 
 
 def _transfer(group: Group, tasks: Sequence[str]) -> str:
     """Backward transfer per task, and forward transfer where the next task was scored before it was learnt."""
-    matrix = group.mean_matrix()
-    last = len(tasks)
-    if any(matrix[j + 1][j] is None for j in range(last)):
+    matrix, learnt = group.mean_matrix(), group.when_learnt()
+    if not learnt:
         return ""
-    backward = [(matrix[last][j] or 0) - (matrix[j + 1][j] or 0) for j in range(last)]
+    last = len(tasks)
+    backward = [(matrix[last][j] or 0) - learnt[j] for j in range(last)]
     series = {"backward: end - when learnt": backward}
     before = [matrix[j][j] for j in range(last)]
     if all(value is not None for value in before[1:]) and matrix[0][0] is not None:

@@ -58,12 +58,16 @@ class Group:
             return []
         return [statistics.mean(points) for points in zip(*curves, strict=True)]
 
-    def curve_when_learnt(self) -> list[float]:
-        """The same with every task's score when it was learnt, which is always asked but by methods that adapt."""
+    def when_learnt(self) -> list[float]:
+        """Each task's score when it was learnt, mean over seeds; empty for methods that are asked at the end alone."""
         scores = [row[j] for j, row in enumerate(self.mean_matrix()[1:])]
         known = [score for score in scores if score is not None]
-        sums = itertools.accumulate(known)
-        return [s / n for n, s in enumerate(sums, start=1)] if len(known) == len(scores) else []
+        return known if len(known) == len(scores) else []
+
+    def curve_when_learnt(self) -> list[float]:
+        """The average of these after each task; empty where they are."""
+        sums = itertools.accumulate(self.when_learnt())
+        return [total / count for count, total in enumerate(sums, start=1)]
 
 
 def group_runs(results: Sequence[dict[str, Any]]) -> list[Group]:
