@@ -535,3 +535,24 @@ def test_flash_attention_reads_the_text_again_for_every_path() -> None:
     backbone.model.base_model.config._attn_implementation = "flash_attention_2"
     assert not backbone.takes_branches
     assert not backbone.remembers_prompts
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_texts_cut_from_the_remembered_whole_are_as_the_tokenizer_cuts_them(kind: str) -> None:
+    """Methods leave different room for one text; only a pair that is too long is read by the tokenizer again."""
+    backbone = make_backbone(kind)
+    long, short = " ".join(TEXTS * 30), "good soup"
+    texts = [long, short, (long, short), (short, long), (short, short)]
+    for room in (backbone.max_length, 60, 17, 5):
+        for text in texts:
+            pair = text if isinstance(text, tuple) else (text,)
+            coded = backbone.tokenizer(
+                *pair, truncation="longest_first", max_length=room, return_token_type_ids=True
+            )
+            [found] = backbone.tokenize([text], backbone.max_length - room)
+            assert list(found.ids) == coded["input_ids"]
+            assert list(found.types) in (coded["token_type_ids"], [])
+    asked = backbone._coded_before.cache_info().misses
+    for text in [long, short, (short, short)]:
+        backbone.tokenize([text], 100)
+    assert backbone._coded_before.cache_info().misses == asked

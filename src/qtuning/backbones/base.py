@@ -324,7 +324,7 @@ class Backbone:
         """Tokens of each text, cut so that prompt, text and answer fit the model's positions."""
         room = self.room_for_text(prompt_rows, answer_tokens)
         return [
-            self._remembered(text, room) if _is_short(text) else self._tokens_of(text, room)
+            self._remembered(text, room) if is_short(text) else self._tokens_of(text, room)
             for text in texts
         ]
 
@@ -535,7 +535,8 @@ def gather_reads(states: Tensor, first: Tensor, reads: Tensor, longest: int) -> 
     return states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def _is_short(text: Text) -> bool:
+def is_short(text: Text) -> bool:
+    """Whether its tokens may be kept."""
     return (
         sum(map(len, text)) <= REMEMBERED_LENGTH
         if isinstance(text, tuple)
