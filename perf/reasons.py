@@ -116,34 +116,30 @@ def draw_tasks() -> None:
 
 def draw_lifelong() -> None:
     """How far each method is from a short prompt per task after so many tasks, and what one more task costs."""
-    record = json.loads((RECORDS / "lifelong-smollm2-69.json").read_text())
-    so_far = {
-        method: np.mean(
-            [
-                np.cumsum(list(own.values())) / np.arange(1, len(own) + 1)
-                for own in orders["order-11"].values()  # which every method has
-            ],
-            axis=0,
-        )
-        for method, orders in record["scores"].items()
-    }
+    runs: dict[str, list[list[float]]] = {}
+    for file in (RECORDS / "lifelong-smollm2" / "order-11").glob("*/*/result.json"):
+        record = json.loads(file.read_text())
+        scores = [task["when_learnt"] for task in record["tasks"].values()]
+        runs.setdefault(label_of(record), []).append(scores)
+        if label_of(record) == "q-tuning":  # a pack's seconds: the same for all of its runs
+            seconds = [cost["seconds"] for cost in record["costs"]]
+    places = np.arange(1, 71)
+    so_far = {method: np.mean(own, axis=0).cumsum() / places for method, own in runs.items()}
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.8))
-    places = np.arange(1, record["tasks_learnt"] + 1)
-    base = so_far.pop("per-task-prompt")
+    base = so_far["per-task-prompt"]
     left.axhline(0, color=OTHERS, label="per-task-prompt")
     alone = "q-tuning, retention none, scale false, shared_length 0"
-    for method in ("q-tuning-plus", "per-task-prompt-long", "shared-prompt", "q-tuning", alone):
+    for method in (
+        "q-tuning-plus", "per-task-prompt-long", "shared-prompt", "q-tuning", alone, "prog-prompt",
+    ):  # fmt: skip
         mark, colour = MARKS[method.split(",")[0]]
         line, name = ("--", "the queue alone") if method == alone else ("-", method)
         ahead = 100 * (so_far[method] - base)
         left.plot(places, ahead, f"{line}{mark}", color=colour, label=name, ms=5, markevery=10)
     left.set(xlabel="tasks learnt", ylabel="points above per-task-prompt", xlim=(5, None))
-    left.set(title="average so far, order 11", ylim=(-4, 6))
+    left.set(title="average so far, order 11", ylim=(-6, 6))
     left.grid(alpha=0.3)
     left.legend(fontsize=8, ncols=2)
-    files = sorted((RECORDS / "lifelong-smollm2" / "order-11" / "q-tuning").glob("*/result.json"))
-    costs = json.loads(files[0].read_text())["costs"]  # a pack's: the same for all of its runs
-    seconds = [cost["seconds"] for cost in costs]
     right.plot(range(2, len(seconds) + 1), seconds[1:], "o", color=OURS, ms=4)
     right.set(xlabel="task", ylabel="seconds of a run to learn it", ylim=(0, 0.6))
     right.set(title="the cost of one more task")

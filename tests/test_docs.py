@@ -228,11 +228,13 @@ CONTROL = "per-task-prompt-long"
 TWENTY = "per-task-prompt, prompt_length 20"
 
 
-def records_in(folder: str) -> dict[str, dict[tuple[str, int], dict]]:
+def records_in(folder: str, model: str = "") -> dict[str, dict[tuple[str, int], dict]]:
     """Of each method, with what its preset was changed to, its records by order and seed."""
     found: dict[str, dict[tuple[str, int], dict]] = {}
     for file in (ROOT / "results" / folder).glob("*/*/*/result.json"):
         record = json.loads(file.read_text())
+        if model not in ("", record["config"]["model"]):
+            continue
         found.setdefault(label_of(record), {})[record["stream"], record["seed"]] = record
     return found
 
@@ -270,9 +272,9 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
     rules = {rule: runs.pop(f"q-tuning, eviction {rule}") for rule in ("fifo", "random")}
     seeds = {method: seed_means(own) for method, own in runs.items()}
     assert {m: len(own) for m, own in seeds.items()} == {
-        **dict.fromkeys(("q-tuning", "q-tuning-plus", CONTROL), 6),
-        **dict.fromkeys(("per-task-prompt", "prog-prompt", "shared-prompt", "prompt-tuning"), 3),
-        TWENTY: 3,
+        **dict.fromkeys(("q-tuning", "q-tuning-plus", CONTROL, TWENTY), 6),
+        **dict.fromkeys(("per-task-prompt", "prog-prompt", "shared-prompt"), 6),
+        "prompt-tuning": 3,
     }
     shown_as = {
         "per-task-prompt": "`per-task-prompt`, 10 vectors",
@@ -298,15 +300,6 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
     for method, length in lengths.items():
         shown_rows = {t["prompt_rows"] for r in runs[method].values() for t in r["tasks"].values()}
         assert shown_rows == {length}
-    late, early = (
-        mean(
-            100 * (own["score"] - runs["q-tuning"][key]["tasks"][task]["score"])
-            for key, record in runs[TWENTY].items()
-            for task, own in list(record["tasks"].items())[part]
-        )
-        for part in (slice(5, 15), slice(5))
-    )
-    assert f"retention ({late:.1f} points; {early:.1f} on tasks 1 to 5)" in page
     for record in runs["q-tuning"].values():
         weights, length = record["tasks"]["sst2"]["scale"], record["settings"]["prompt_length"]
         old = [mean(weights[i : i + length]) for i in range(0, len(weights) - length, length)]
@@ -316,19 +309,26 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
     def differences(one: str, other: str) -> list[float]:
         return [a - b for a, b in zip(seeds[one], seeds[other], strict=False)]
 
-    for one, other, said in (
-        ("q-tuning", "prog-prompt", "{:.1f} points above ProgPrompt on all three seeds"),
-        ("shared-prompt", "q-tuning", "{:.1f} below the shared prompt, on all three seeds"),
-        (TWENTY, "q-tuning", "{:.1f} above Q-tuning, on all three seeds"),
-        (CONTROL, "q-tuning", "is {:.1f} above Q-tuning on all six seeds"),
-    ):
-        assert min(differences(one, other)) > 0
-        assert said.format(mean(differences(one, other))) in page
-    longer = ", ".join(f"{each:.1f}" for each in differences(TWENTY, "q-tuning"))
-    assert f"on all three seeds ({longer})" in page
-    by_length = [mean(seeds[method][:3]) for method in ("per-task-prompt", TWENTY, CONTROL)]
-    assert "({:.1f}, {:.1f} and {:.1f} for 10, 20 and 60 on the same seeds)".format(*by_length) in page  # fmt: skip
-    assert f"test p = {flip_p(differences(CONTROL, 'q-tuning')):.2f})" in page
+    short = "per-task-prompt"
+    for one, other, seeds_above, said in (
+        ("q-tuning", "prog-prompt", 6,
+         "{:.1f} points above ProgPrompt on all six seeds (exact sign-flip test p = {:.2f}"),
+        (short, "q-tuning", 3, "a per-task prompt of 10 vectors ({:.1f} below, p = {:.2f})"),
+        ("shared-prompt", "q-tuning", 5, "{:.1f} below the shared prompt, on five of six seeds (p = {:.2f})"),
+        (TWENTY, "q-tuning", 4, "It is {:.1f} above Q-tuning, on four of six seeds (p = {:.2f})"),
+        (CONTROL, "q-tuning", 6, "is {:.1f} above Q-tuning on all six seeds (p = {:.2f})"),
+    ):  # fmt: skip
+        found = differences(one, other)
+        assert sum(each > 0 for each in found) == seeds_above
+        assert said.format(mean(found), flip_p(found)) in page
+    first_three = differences(TWENTY, "q-tuning")[:3]
+    assert min(first_three) > 0
+    assert f"On the first three seeds that was {mean(first_three):.1f}, and on all\n  three" in page
+    by_length = [mean(seeds[method]) for method in (short, TWENTY, CONTROL)]
+    assert "({:.1f}, {:.1f} and {:.1f} for 10, 20 and 60)".format(*by_length) in page
+    assert min(differences(CONTROL, short) + differences(CONTROL, TWENTY)) > 0
+    assert sum(each > 0 for each in differences(TWENTY, short)) == 4
+    assert f"10 without it have {mean(seeds[short][:3]):.1f} (below)" in page
     plus = differences("q-tuning-plus", CONTROL)
     assert sum(each > 0 for each in plus) == 5
     said = f"`q-tuning-plus` is {mean(plus):.1f} above the control, on five of six seeds (p = {flip_p(plus):.2f})"
@@ -351,7 +351,6 @@ def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
     assert "full queue: {:.1f}, {:.1f}, {:.1f},".format(*late) in page
     assert f"the first five are {first[1] - first[0]:.1f} apart" in page
     assert "in these runs the nine tasks have {:.1f}, {:.1f}, {:.1f}.".format(*nine) in page
-    assert f"({-mean(differences('q-tuning', 'per-task-prompt')):.1f} below)" in page
     eleven = json.loads((ROOT / "results" / "long-smollm2-eleven.json").read_text())["scores"]
     before, now = {}, {}
     for method in ("q-tuning", CONTROL):
@@ -539,7 +538,7 @@ def test_the_findings_on_parts_of_q_tuning_are_those_of_the_records() -> None:
     assert f"orders 8 to 10 lie within {max(whole) - min(whole):.1f} points" in page
     size = [mean(seeds_of(runs[part], ORDERS)) for part in ("", "queue_size 10", "eviction none")]
     assert "{:.1f}, {:.1f} and {:.1f} with 5, 10 and all prompts".format(*size) in page
-    above = size[2] - mean(seed_means(records_in("long-smollm2")["prog-prompt"]))
+    above = size[2] - mean(seeds_of(records_in("long-smollm2")["prog-prompt"], ORDERS))
     assert f"{above:.1f} points above it here" in page
     first = [
         100 * mean(t["score"] for r in own.values() for t in list(r["tasks"].values())[:5])
@@ -591,36 +590,92 @@ def test_the_findings_on_shots_are_those_of_the_records() -> None:
     assert "Q-tuning is {:.1f}, {:.1f} and {:.1f} points".format(*gaps) in page
 
 
-def test_the_findings_on_an_encoder_are_those_of_the_records() -> None:
+def test_the_findings_on_encoders_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    expected, seeds = {}, {}
-    for label, own in records_in("long-encoders").items():
-        method = label.split(",")[0]
-        seeds[method] = seeds_of(own, ORDERS)
-        expected[f"| `{method}` | {told(seeds[method])} |"] = -mean(seeds[method])
-        assert {record["backward_transfer"] for record in own.values()} == {0}
-        assert all(task["unchanged"] for r in own.values() for task in r["tasks"].values())
-    assert between(page, "long-minilm") == sorted(expected, key=expected.get)
+    words, claims = " ".join(page.split()), (ROOT / "REPRODUCIBILITY.md").read_text()
+    seeds: dict[str, dict[str, list[float]]] = {}
+    lost = []
+    for model in ("minilm", "bge-small"):
+        for label, own in records_in("long-encoders", model).items():
+            method = label.split(",")[0]
+            seeds.setdefault(method, {})[model] = seeds_of(own, ORDERS)
+            if method == "prompt-tuning":
+                lost.append(100 * mean(record["backward_transfer"] for record in own.values()))
+                continue
+            assert {record["backward_transfer"] for record in own.values()} == {0}
+            assert all(task["unchanged"] for r in own.values() for task in r["tasks"].values())
+    in_order = sorted(seeds.items(), key=lambda each: -mean(each[1]["minilm"]))
+    assert between(page, "long-encoders") == [
+        f"| `{method}` | {told(own['minilm'])} | {told(own['bge-small']) if 'bge-small' in own else ' | '} |"
+        for method, own in in_order
+    ]
+    assert "({:.1f} on MiniLM, {:.1f} on BGE-small)".format(*lost) in words
+    for model, others in (
+        ("minilm", {"per-task-prompt": 3, CONTROL: 2, "prog-prompt": 0}),
+        ("bge-small", {"per-task-prompt": 3, CONTROL: 2, "prog-prompt": 1}),
+    ):
+        own = seeds["q-tuning"][model]
+        for other, below in others.items():
+            pairs = zip(own, seeds[other][model], strict=True)
+            assert sum(a < b for a, b in pairs) == below, (model, other)
     gaps = [
-        mean(seeds[method]) - mean(seeds["q-tuning"]) for method in ("per-task-prompt", CONTROL)
+        abs(mean(seeds[other][model]) - mean(seeds["q-tuning"][model]))
+        for other in ("per-task-prompt", CONTROL, "prog-prompt")
+        for model in ("minilm", "bge-small")
     ]
-    said = "{:.1f} points below `per-task-prompt` (on all three seeds) and {:.1f} below `per-task-prompt-long`"
-    assert said.format(*gaps) in " ".join(page.split())
-    below = [
-        sum(own < its for own, its in zip(seeds["q-tuning"], seeds[method], strict=True))
-        for method in ("per-task-prompt", CONTROL)
-    ]
-    assert below == [3, 2]
-    earlier = json.loads((ROOT / "results" / "long-minilm-13.json").read_text())["scores"]
-    before = {
-        method: mean(mean(own.values()) for each in orders.values() for own in each.values())
-        for method, orders in earlier.items()
-    }
-    said = ", ".join(
-        f"`{method}` {100 * before[method]:.1f}"
-        for method in sorted(before, key=before.get, reverse=True)
+    said = (
+        "{:.1f} and {:.1f} points below `per-task-prompt` (on all three seeds of both), {:.1f} and {:.1f} below "
+        "`per-task-prompt-long` (on two of three) and {:.1f} and {:.1f} above `prog-prompt`"
     )
-    assert said in " ".join(page.split())
+    assert said.format(*gaps) in words
+    cells = [
+        f"{mean(seeds[m][model]):.1f}"
+        for model in ("minilm", "bge-small")
+        for m in ("q-tuning", "prog-prompt", "per-task-prompt")
+    ]
+    said = "all-MiniLM-L6-v2: {}, ProgPrompt {}, per-task prompt {}; BGE-small: {}, {}, {}"
+    assert said.format(*cells) in claims
+    findings = " ".join((ROOT / "docs" / "findings.md").read_text(encoding="utf-8").split())
+    cells = [
+        f"{mean(seeds[m][model]):.1f}"
+        for m, model in (
+            (CONTROL, "minilm"),
+            ("per-task-prompt", "minilm"),
+            (CONTROL, "bge-small"),
+            ("per-task-prompt", "bge-small"),
+            ("q-tuning", "minilm"),
+            ("q-tuning", "bge-small"),
+        )
+    ]
+    said = "have {} and {} on all-MiniLM-L6-v2, {} and {} on BGE-small, and Q-tuning {} and {}"
+    assert said.format(*cells) in findings
+
+
+def test_the_short_sequence_on_an_encoder_is_that_of_the_records() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    words, claims = " ".join(page.split()), (ROOT / "REPRODUCIBILITY.md").read_text()
+    orders = ("order-04", "order-05", "order-06", "order-07")
+    found = records_in("short-encoders", "minilm")
+    runs = {label.split(",")[0]: own for label, own in found.items()}
+    assert {len(own) for own in runs.values()} == {12}
+    seeds = {method: seeds_of(own, orders) for method, own in runs.items()}
+    in_order = sorted(seeds, key=lambda method: -mean(seeds[method]))
+    assert between(page, "short-encoders") == [
+        f"| `{method}` | {told(seeds[method])} | {mean(seeds_of(runs[method], orders[:1])):.1f} |"
+        for method in in_order
+    ]
+    for method, own in runs.items():
+        if method != "prompt-tuning":
+            assert {record["backward_transfer"] for record in own.values()} == {0}
+            assert all(task["unchanged"] for r in own.values() for task in r["tasks"].values())
+    lost = mean(100 * record["backward_transfer"] for record in runs["prompt-tuning"].values())
+    assert f"loses {-lost:.1f} points" in words
+    prompts = [mean(own) for m, own in seeds.items() if m not in ("prompt-tuning", "linear-probe")]
+    assert f"within {max(prompts) - min(prompts):.1f} points of each other" in words
+    first = [mean(seeds_of(runs[m], orders[:1])) for m in in_order[:5]]
+    assert f"On this order prompts have {min(first):.1f} to {max(first):.1f}" in words
+    cells = [f"{mean(seeds[m]):.1f} ± {stdev(seeds[m]):.1f}" for m in ("q-tuning", "prog-prompt")]
+    assert "orders 4–7: {}, ProgPrompt {}".format(*cells) in claims
 
 
 def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
@@ -669,7 +724,8 @@ def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
     assert f"{mean(pca):.1f}\n  against {mean(none):.1f} on the first nine tasks" in page
     short = 100 * mean(
         task["when_learnt"]
-        for record in records_in("long-smollm2")["per-task-prompt"].values()
+        for (_, seed), record in records_in("long-smollm2")["per-task-prompt"].items()
+        if seed < 3
         for task in list(record["tasks"].values())[:9]
     )
     assert f"a prompt of 10 has {short:.1f} there" in page
@@ -689,11 +745,10 @@ def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
 
 def vectors_trained(method: str) -> str:
     """For a task, as the tables of 70 tasks have it."""
-    if method == "per-task-prompt":
-        return "10"
+    known = {"per-task-prompt": "10", TWENTY: "20", "prog-prompt": "10 of 700 at the end"}
     if method.endswith("shared_length 0"):
         return "10 of 50"
-    return "20 of 60" if method.split(",")[0] == "q-tuning" else "60"
+    return known.get(method, "20 of 60" if method.split(",")[0] == "q-tuning" else "60")
 
 
 LIFELONG = ("order-11", "order-12", "order-13")
@@ -703,6 +758,7 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
     runs = records_in("lifelong-smollm2")
     methods = ("q-tuning", "per-task-prompt", "shared-prompt")
+    runs = {method: own for method, own in runs.items() if method in methods}
     assert {method: len(own) for method, own in runs.items()} == dict.fromkeys(methods, 9)
     whole = {method: seeds_of(runs[method], LIFELONG) for method in methods}
     in_order = sorted(methods, key=lambda method: -mean(whole[method]))
@@ -728,16 +784,22 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_records() -> None:
     tasks = [task for record in every for task in record["tasks"].values()]
     assert all(task["unchanged"] for task in tasks)
     assert f"the answers of all {len(tasks):,} learnt tasks" in page
-    on_card = [
-        record
-        for own in records_in("long-encoders").values()
-        for record in own.values()
-        if record["versions"]["device"] != "cpu"
-    ]
     claim = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
     said = "({} lanes, 70 tasks, nothing else on the card) took {:.1f} minutes"
     assert said.format(len(every), minutes(every)) in claim
-    assert f"({len(on_card)} lanes) {minutes(on_card):.1f}," in claim
+    alone, others = [], []
+    for method, own in records_in("lifelong-smollm2").items():
+        if method not in methods:
+            (alone if method == "prog-prompt" else others).extend(own.values())
+    said = "the rest of it ({} lanes) {:.1f} and ProgPrompt's three lanes {:.1f}"
+    assert said.format(len(others), minutes(others), minutes(alone)) in claim
+    bge, short = (
+        [r for label, own in found.items() if "linear-probe" not in label for r in own.values()]
+        for found in (records_in("long-encoders", "bge-small"), records_in("short-encoders"))
+    )
+    words = " ".join(claim.split())
+    assert f"on BGE-small ({len(bge)} lanes) {minutes(bge):.1f}," in words
+    assert f"on MiniLM ({len(short)} lanes) {minutes(short):.1f}," in words
     costs = [record["costs"] for record in every]
     seconds = [cost["seconds"] for cost in costs[0]]
     assert all([cost["seconds"] for cost in each] == seconds for each in costs)  # a pack's
@@ -793,50 +855,89 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_records() -> None:
     assert f"| {', '.join(f'{mean(whole[m]):.1f} ± {stdev(whole[m]):.1f}' for m in methods)} |" in claim  # fmt: skip
 
 
-def test_the_findings_on_parts_of_q_tuning_in_seventy_tasks_are_those_of_the_scores() -> None:
+def test_the_findings_on_parts_of_q_tuning_in_seventy_tasks_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    scores = json.loads((ROOT / "results" / "lifelong-smollm2-69.json").read_text())["scores"]
+    words = " ".join(page.split())
+    runs = records_in("lifelong-smollm2")
     kinds = ("banking77", "dbpedia-14", "yahoo", "emotion", "others")
     alone = "q-tuning, retention none, scale false, shared_length 0"
 
     def kind(task: str) -> str:
         return next((each for each in kinds if task.startswith(f"{each}-")), "others")
 
-    expected, means = {}, {}
-    for method, orders in scores.items():
-        seeds = list(orders["order-11"].values())
-        assert {len(own) for own in seeds} == {69}
-        found = [100 * mean(own.values()) for own in seeds]
-        means[method] = mean(found)
-        parts = [
-            100 * mean(s for own in seeds for task, s in own.items() if kind(task) == which)
-            for which in kinds
-        ]
+    expected, seeds = {}, {}
+    for method, own in runs.items():
+        tasks = [list(own["order-11", seed]["tasks"].items()) for seed in range(3)]
+        assert {len(each) for each in tasks} == {70}
+        assert {record["backward_transfer"] for record in own.values()} == {0}
+        assert all(task["unchanged"] for each in tasks for _, task in each)
+        seeds[method] = seeds_of(own, ("order-11",))
+        every = [(name, task["score"]) for each in tasks for name, task in each]
+        assert sum(kind(name) == "others" for name, _ in every) == 3 * 17
+        parts = [100 * mean(s for name, s in every if kind(name) == which) for which in kinds]
         name = re.sub(r"^[\w-]+", lambda found: f"`{found[0]}`", method)
         cells = [
             name + " (control)" * (method == CONTROL),
             vectors_trained(method),
-            told(found),
+            told(seeds[method]),
             *(f"{part:.1f}" for part in parts),
         ]
-        expected[f"| {' | '.join(cells)} |"] = -means[method]
+        expected[f"| {' | '.join(cells)} |"] = -mean(seeds[method])
     assert between(page, "lifelong-parts") == sorted(expected, key=expected.get)
-    with_scale = means["q-tuning, retention none"]
-    with_prefix = means["q-tuning, retention none, scale false"]
+    means = {method: mean(own) for method, own in seeds.items()}
+
+    def differences(one: str, other: str) -> list[float]:
+        return [a - b for a, b in zip(seeds[one], seeds[other], strict=True)]
+
+    scaled, prefixed = "q-tuning, retention none", "q-tuning, retention none, scale false"
+    assert min(differences("per-task-prompt", alone)) > 0
+    assert sum(each > 0 for each in differences(prefixed, alone)) == 2
+    assert min(differences(scaled, prefixed)) > 0
+    earlier = json.loads((ROOT / "results" / "lifelong-smollm2-69.json").read_text())["scores"]
+    before = {
+        method: 100 * mean(mean(own.values()) for own in orders["order-11"].values())
+        for method, orders in earlier.items()
+    }
+    steps = ("per-task-prompt", alone, prefixed, scaled, "q-tuning")
+    was = [f"{before[b] - before[a]:+.1f}" for a, b in itertools.pairwise(steps)]
+    ahead = differences("q-tuning", TWENTY)
+    assert min(ahead) > 0
+    fell = [
+        100
+        * mean(
+            task["score"]
+            - list(runs["prog-prompt"]["order-11", seed]["tasks"].values())[i]["score"]
+            for (order, seed), record in runs["per-task-prompt"].items()
+            if order == "order-11"
+            for i, task in list(enumerate(record["tasks"].values()))[part]
+        )
+        for part in (slice(10), slice(55, 70))
+    ]
+    seconds = [cost["seconds"] for cost in runs["prog-prompt"]["order-11", 0]["costs"]]
+    long = (CONTROL, "shared-prompt", "q-tuning-plus")
     for said in (
         f"it has {means[alone]:.1f}, {means['per-task-prompt'] - means[alone]:.1f} less",
-        f"it has {with_prefix:.1f}; the scale brings {with_scale - with_prefix:.1f}",
-        f"retention takes {with_scale - means['q-tuning']:.1f}",
+        f"it has {means[prefixed]:.1f} (above on two seeds of three); "
+        f"the scale brings {means[scaled] - means[prefixed]:.1f}",
+        f"retention {means['q-tuning'] - means[scaled]:.1f}, which is nothing",
+        "the same steps were {}, {}, {} and {}.".format(*was),
         f"10 of them {means[alone]:.1f} and {means['per-task-prompt']:.1f}",
-        f"20 of them {with_prefix:.1f} to {with_scale:.1f}",
+        f"20 of them {means[prefixed]:.1f} to {means['q-tuning']:.1f}",
         f"60 of them {means['shared-prompt']:.1f} to {means['q-tuning-plus']:.1f}",
-        f"within {means['q-tuning-plus'] - means['shared-prompt']:.1f} points of each other",
-        f"On the first 69 tasks of order 11 it is {means['q-tuning-plus'] - means[CONTROL]:.1f} above",
-    ):
-        assert said in page
+        f"{mean(ahead):.1f} above a per-task prompt without a queue, on all three seeds "
+        f"({', '.join(f'{each:.1f}' for each in ahead)};",
+        f"within {max(means[m] for m in long) - min(means[m] for m in long):.1f} points of each other",
+        "{:.1f} points below per-task prompts on the first ten tasks, {:.1f} on the last fifteen".format(*fell),
+        f"{mean(seconds[1:35]):.2f} seconds of a run for tasks 2 to 35 and {mean(seconds[35:]):.2f} for tasks 36 to 70",
+        f"On the 70 tasks of order 11 it is {means['q-tuning-plus'] - means[CONTROL]:.1f} above",
+    ):  # fmt: skip
+        assert said in words
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = "a long prompt per task has {:.1f} against {:.1f}"
     assert said.format(means[CONTROL], means["q-tuning"]) in readme
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    told_so = f"{means['prog-prompt']:.1f} ± {stdev(seeds['prog-prompt']):.1f}"
+    assert f"all 70 tasks of order 11, SmolLM2-135M with 1,024 positions: {told_so}" in claims
 
 
 def test_all_seventy_tasks_of_an_encoder_are_answered_as_when_learnt() -> None:
