@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ class Examples:
     labels: Sequence[int]
     prompt: Tensor | None = None
     """[rows, d] vectors that are read with every text; trainable where a method trains them."""
-    _lengths: list[int] = field(init=False)
+    lengths: list[int] = field(init=False)
+    """Positions of each."""
 
     def __post_init__(self) -> None:
         paths = [self.answers.sequences[label][:-1] for label in self.labels]
@@ -71,7 +73,7 @@ class Examples:
         self.rows = [Row(t, slots, (path,)) for t, path in zip(self.tokens, paths, strict=True)]
         self.reading = self.backbone.prepare(self.rows)
         tail = 1 if self.backbone.answer_follows_text else 0
-        self._lengths = [
+        self.lengths = [
             len(t.ids) + len(slots) + tail * len(path)
             for t, path in zip(self.tokens, paths, strict=True)
         ]
@@ -86,7 +88,7 @@ class Examples:
     def hidden(self, batch: Sequence[int]) -> Tensor:
         """Read-outs [n, t, h]."""
         index = torch.tensor(list(batch), device=self.backbone.device)
-        width = max(self._lengths[i] for i in batch)
+        width = max(self.lengths[i] for i in batch)
         return self.backbone.hidden(self.reading.at(index, width), self.bank())
 
     def loss(self, batch: Sequence[int]) -> Tensor:
@@ -98,10 +100,14 @@ class Examples:
 
     def log_probs(self) -> Tensor:
         """Label log-probabilities [n, labels] of all of them."""
-        bank = self.bank().detach()
-        quiz = Quiz(self.backbone, self.tokens, [0] * len(self), [range(len(bank))], [self.answers])
         heads = stack_heads([self.head.detached()]) if self.head else None
-        return quiz.log_probs(bank, heads)
+        return self._quiz.log_probs(self.bank().detach(), heads)
+
+    @cached_property
+    def _quiz(self) -> Quiz:
+        """Made once: validation asks again and again."""
+        slots = range(len(self.bank()))
+        return Quiz(self.backbone, self.tokens, [0] * len(self), [slots], [self.answers])
 
     def bank(self) -> Tensor:
         """[rows, d] prompt vectors that are read with the texts; mostly none."""
@@ -186,7 +192,7 @@ def fit_weights(
     best, kept, best_epoch, latest, step = (-math.inf, -math.inf), None, 0, None, 0
     epochs = settings.epochs_of(len(train))
     for epoch in range(1, epochs + 1):
-        losses = []
+        taken: list[Tensor] = []
         places = torch.randperm(len(train), generator=order).tolist()
         for first in range(0, len(places), settings.batch_size):
             batch = places[first : first + settings.batch_size]
@@ -199,13 +205,15 @@ def fit_weights(
                 torch.nn.utils.clip_grad_norm_(trained, settings.clip)
             optimiser.step()
             step += 1
-            losses.append(float(loss.detach()))
-            if not math.isfinite(losses[-1]):
-                raise TrainingError(
-                    f"the loss became {losses[-1]} in task {names[1]!r}, epoch {epoch}, step {step}. "
-                    f"Lower the learning rate, or use dtype fp32."
-                )
+            taken.append(loss.detach())
             hooks.after_step(step, optimiser)
+        losses = torch.stack(taken).tolist()  # once an epoch: reading a number waits for the device
+        for k, value in enumerate(losses):
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the loss became {value} in task {names[1]!r}, epoch {epoch}, step "
+                    f"{step - len(losses) + k + 1}. Lower the learning rate, or use dtype fp32."
+                )
         due = epoch % settings.validate_every == 0 or epoch == epochs
         if due and len(validation):
             found = validation.log_probs()

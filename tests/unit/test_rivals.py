@@ -19,13 +19,13 @@ from qtuning.methods.idbr import feature_penalty, kmeans_choice, next_sentence_r
 from qtuning.methods.lfpt5 import LFPT5Hooks, read_sample, write_sample
 from qtuning.methods.mbpa import nearest
 from qtuning.methods.multitask import JointHooks
-from qtuning.methods.replaying import ReplayHooks, choose_memory, project, recall
+from qtuning.methods.replaying import ReplayHooks, Together, choose_memory, project, recall
 from qtuning.pack import Pack
 from qtuning.seeding import numpy_generator
 from qtuning.snapshots import TaskCard, predict_log_probs
 from qtuning.stream_loop import run_stream
 from qtuning.tasks import Rows
-from qtuning.weights import make_examples, read_weights
+from qtuning.weights import make_examples, make_head, read_weights, trainable_copy
 from tests.conftest import SMALL, make_backbone, make_task
 
 
@@ -126,20 +126,47 @@ def test_replay_comes_every_few_steps_with_a_batch_of_each_task() -> None:
     assert float(weight.detach()) > 0.5
 
 
-def test_multi_task_training_sees_every_task_in_every_step() -> None:
-    weight = torch.zeros(1, requires_grad=True)
-    seen: list[tuple[str, tuple[int, ...]]] = []
+def test_examples_of_several_tasks_are_read_together_as_alone(exact_backbone) -> None:
+    worker = trainable_copy(exact_backbone)
+    memories = []
+    for seed, repeats in enumerate((1, 12, 2)):
+        task = make_task(f"task{seed}", rows=8, seed=seed)
+        texts = tuple(" ".join([text] * repeats) for text in task.texts)
+        labels = [task.label_names.index(label) for label in task.labels]
+        head = make_head(worker, len(task.label_names), torch.Generator().manual_seed(seed))
+        memories.append(make_examples(worker, task, Rows(texts, labels), head))
+    where = [(m, i) for i in range(8) for m in (1, 0)] + [(2, 1)]
+    together = Together(memories, where)
+    assert len(together.passes) > 1  # long texts and short ones
+    every = list(range(8))
+    alone = torch.stack([memories[1].loss(every), memories[0].loss(every), memories[2].loss([1])])
+    torch.testing.assert_close(together.losses(), alone, rtol=0, atol=1e-9)
+    mean = (alone * torch.tensor([8, 8, 1]) / 17).sum()
+    torch.testing.assert_close(together.mean_loss(), mean, rtol=0, atol=1e-9)
+    weights = list(worker.model.parameters())
+    found, expected = (
+        torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True)
+        for loss in (together.losses().sum(), alone.sum())
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
-    class Other(list):
-        def loss(self, places):
-            seen.append((self[0], tuple(places)))
-            return (weight - len(self)).square().sum()
 
-    hooks = JointHooks([Other("aaa"), Other("bbbbb")], 2, torch.Generator().manual_seed(0))
+def test_multi_task_training_sees_every_task_in_every_step(monkeypatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Read:
+        def __init__(self, others, where):
+            seen.extend(where)
+
+        def losses(self):
+            return torch.tensor([9.0, 25.0])
+
+    monkeypatch.setattr("qtuning.methods.multitask.Together", Read)
+    hooks = JointHooks(["aaa", "bbbbb"], 2, torch.Generator().manual_seed(0))
     for _ in range(6):
-        assert float(hooks.penalty([]).detach()) == 9 + 25  # the sum of both losses
-    assert [name for name, _ in seen] == ["a", "b"] * 6
-    drawn = [i for name, places in seen if name == "a" for i in places]
+        assert float(hooks.penalty([])) == 9 + 25  # the sum of both losses
+        assert {task for task, _ in seen[-4:]} == {0, 1}
+    drawn = [place for task, place in seen if task == 0]
     assert sorted(drawn[:3]) == sorted(drawn[3:6]) == [0, 1, 2]  # a short task begins again
 
 

@@ -25,8 +25,7 @@ from qtuning.graphs import repeat
 from qtuning.keys import read_features
 from qtuning.methods import MethodInfo, register
 from qtuning.methods.finetuning import Lesson, WeightState, trainable
-from qtuning.methods.replaying import WithMemory, recall
-from qtuning.objectives import cross_entropy
+from qtuning.methods.replaying import Together, WithMemory, recall
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Text
 from qtuning.weights import Examples, Hooks
@@ -55,31 +54,6 @@ class SparseReplayHooks(Hooks):
         optimiser.zero_grad()
         Together(self.memories, [self.where[i] for i in drawn]).mean_loss().backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-
-
-class Together:
-    """Examples of several tasks, read in one pass; each is given by its memory and its place there."""
-
-    def __init__(self, memories: Sequence[Examples], where: Sequence[tuple[int, int]]):
-        self.parts = [
-            (memories[m], [i for n, i in where if n == m])
-            for m in dict.fromkeys(m for m, _ in where)
-        ]
-        rows = [memory.rows[i] for memory, places in self.parts for i in places]
-        self.reading = memories[0].backbone.prepare(rows)
-        self.targets = [memory.targets[places] for memory, places in self.parts]
-
-    def mean_loss(self) -> Tensor:
-        """Of all of them, every task with its own head."""
-        first = self.parts[0][0]
-        hidden = first.backbone.hidden(self.reading, first.bank())
-        sizes = [len(places) for _, places in self.parts]
-        losses = []
-        read = torch.split(hidden, sizes)
-        for (memory, places), own, targets in zip(self.parts, read, self.targets, strict=True):
-            logits = memory.backbone.logits(own[:, : targets.shape[1]], memory.head)
-            losses.append(cross_entropy(logits, targets) * len(places))
-        return torch.stack(losses).sum() / sum(sizes)
 
 
 @dataclass(frozen=True)

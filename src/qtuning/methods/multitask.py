@@ -19,7 +19,7 @@ from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report
 from qtuning.methods import WEIGHTS_GRID, MethodInfo, register
 from qtuning.methods.finetuning import WeightState
-from qtuning.methods.replaying import WithMemory
+from qtuning.methods.replaying import Together, WithMemory
 from qtuning.tasks import Rows, Split, Task
 from qtuning.weights import Examples, Hooks
 
@@ -35,13 +35,13 @@ class JointHooks(Hooks):
         """The sum of the other tasks' losses."""
         if not self.others:
             return None
-        losses = []
-        for i, other in enumerate(self.others):
-            if not self.pending[i]:
-                self.pending[i] = torch.randperm(len(other), generator=self.generator).tolist()
-            places, self.pending[i] = self.pending[i][: self.batch], self.pending[i][self.batch :]
-            losses.append(other.loss(places))
-        return torch.stack(losses).sum()
+        where = []
+        for m, other in enumerate(self.others):
+            if not self.pending[m]:
+                self.pending[m] = torch.randperm(len(other), generator=self.generator).tolist()
+            places, self.pending[m] = self.pending[m][: self.batch], self.pending[m][self.batch :]
+            where += [(m, i) for i in places]
+        return Together(self.others, where).losses().sum()
 
 
 class MultiTask(WithMemory):

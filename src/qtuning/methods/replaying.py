@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, Head
 from qtuning.methods import REPLAY_GRID, WEIGHTS_GRID, MethodInfo, register
 from qtuning.methods.finetuning import ContinualFineTune, Lesson, WeightState
+from qtuning.objectives import cross_entropy
+from qtuning.passes import cut
 from qtuning.seeding import numpy_generator, torch_generator
 from qtuning.snapshots import TaskCard
 from qtuning.tasks import Rows, Task, Text
@@ -85,6 +88,49 @@ def kept_texts(kept: dict[str, Any]) -> tuple[Text, ...]:
     return tuple(tuple(t) if isinstance(t, list) else t for t in kept["texts"])
 
 
+class Together:
+    """Examples of several tasks, read in the same passes; each is given by its memory and its place there."""
+
+    def __init__(self, memories: Sequence[Examples], where: Sequence[tuple[int, int]]):
+        self.parts = [
+            (memories[m], [i for n, i in where if n == m])
+            for m in dict.fromkeys(m for m, _ in where)
+        ]
+        self.backbone = memories[0].backbone
+        device = self.backbone.device
+        rows = [memory.rows[i] for memory, places in self.parts for i in places]
+        self.reading = self.backbone.prepare(rows)
+        lengths = np.array([memory.lengths[i] for memory, places in self.parts for i in places])
+        order = np.argsort(-lengths, kind="stable")
+        passes = cut(lengths[order], device)
+        read = torch.from_numpy(order).to(device)
+        widths = [width for _, width in passes]
+        self.passes = list(zip(torch.split(read, [n for n, _ in passes]), widths, strict=True))
+        self.place = read.argsort()
+        self.targets = [memory.targets[places] for memory, places in self.parts]
+        shares = [len(places) / len(rows) for _, places in self.parts]
+        self.shares = torch.tensor(shares, dtype=self.backbone.lane_dtype, device=device)
+
+    def losses(self) -> Tensor:
+        """Mean cross-entropy of each task's own [tasks], every task with its own head."""
+        bank = self.parts[0][0].bank()
+        read = [
+            self.backbone.hidden(self.reading.at(own, width), bank) for own, width in self.passes
+        ]
+        hidden = torch.cat(read).index_select(0, self.place)
+        each = torch.split(hidden, [len(places) for _, places in self.parts])
+        return torch.stack(
+            [
+                cross_entropy(self.backbone.logits(own[:, : t.shape[1]], memory.head), t)
+                for (memory, _), own, t in zip(self.parts, each, self.targets, strict=True)
+            ]
+        )
+
+    def mean_loss(self) -> Tensor:
+        """Of all examples alike."""
+        return (self.losses() * self.shares).sum()
+
+
 class ReplayHooks(Hooks):
     """Every few steps one batch of every earlier task, each with a step of its own."""
 
@@ -116,11 +162,10 @@ class Replay(WithMemory):
 
 def project(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
     """The gradient, without what opposes the reference (A-GEM, Eq. 11)."""
-    dot = sum(float((g * r).sum()) for g, r in zip(gradient, reference, strict=True))
-    if dot >= 0:
-        return list(gradient)
-    length = sum(float(r.square().sum()) for r in reference)
-    return [g - dot / length * r for g, r in zip(gradient, reference, strict=True)]
+    dot = torch.stack([(g * r).sum() for g, r in zip(gradient, reference, strict=True)]).sum()
+    length = torch.stack([r.square().sum() for r in reference]).sum()
+    share = torch.where(dot < 0, dot / length, 0.0)  # without asking the device which it is
+    return [g - share * r for g, r in zip(gradient, reference, strict=True)]
 
 
 class AGemHooks(Hooks):
@@ -134,13 +179,12 @@ class AGemHooks(Hooks):
         if not self.memories:
             return
         given = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        losses, share = [], max(1, self.batch // len(self.memories))
-        for memory in self.memories:
+        where, share = [], max(1, self.batch // len(self.memories))
+        for m, memory in enumerate(self.memories):
             places = torch.randperm(len(memory), generator=self.generator)[:share].tolist()
-            losses.append(memory.loss(places))
-        reference = torch.autograd.grad(
-            torch.stack(losses).mean(), list(parameters), allow_unused=True
-        )
+            where += [(m, i) for i in places]
+        loss = Together(self.memories, where).losses().mean()
+        reference = torch.autograd.grad(loss, list(parameters), allow_unused=True)
         filled = [
             torch.zeros_like(p) if r is None else r
             for p, r in zip(parameters, reference, strict=True)
