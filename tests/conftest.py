@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import string
 from functools import partial
 
@@ -29,6 +30,13 @@ from qtuning.backbones import Backbone, wrap_model
 from qtuning.tasks import Task
 
 torch.set_num_threads(2)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: every run looks for live tensors among all objects, and these are a million."""
+    gc.collect()
+    gc.freeze()
+
 
 TOPICS = ["good", "bad", "fine", "awful", "great", "poor", "nice", "cold", "warm", "slow", "fast"]
 THINGS = [
