@@ -221,8 +221,24 @@ def test_a_yaml_of_a_run_and_json_lines(
 
 
 def test_the_papers_numbers_stand_beside() -> None:
-    assert papers_numbers("order-09", "q-tuning") == ["79.7 (t5-large)", "56.2 (bert-base)"]
-    assert papers_numbers("demo", "q-tuning") == []
+    plain = {
+        "scale": True,
+        "shared_length": 10,
+        "retention": "kl",
+        "eviction": "pca",
+        "queue_size": 10,
+    }
+    for changed, expected in (
+        ({}, ["79.7 (t5-large)", "56.2 (bert-base)"]),
+        ({"queue_size": 5}, ["78.8 (t5-large)", "56.0 (bert-base)"]),
+        ({"eviction": "fifo", "queue_size": 5}, ["77.2 (t5-large)", "53.8 (bert-base)"]),
+        ({"eviction": "none"}, ["79.1 (t5-large)", "55.2 (bert-base)"]),
+        ({"scale": False}, []),  # an ablation: the paper has no figures for single orders
+    ):
+        assert papers_numbers("order-09", "q-tuning", {**plain, **changed}) == expected
+    assert papers_numbers("order-11", "q-tuning", {**plain, "queue_size": 5}) == ["90.9 (t5-large)"]
+    assert papers_numbers("order-09", "idbr", {}) == ["37.9 (bert-base)"]
+    assert papers_numbers("demo", "q-tuning", plain) == []
 
 
 def test_a_changed_setting_is_another_folder(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -183,10 +183,21 @@ def paper_results() -> dict[str, dict[str, dict[str, float]]]:
     return raw
 
 
-def papers_numbers(stream: str, method: str) -> list[str]:
-    """`79.7 (t5-large)` for each backbone the paper reports this method on."""
-    return [
-        f"{methods[method][stream]:.1f} ({backbone})"
-        for backbone, methods in paper_results().items()
-        if stream in methods.get(method, {})
-    ]
+def papers_numbers(stream: str, method: str, settings: Mapping[str, Any]) -> list[str]:
+    """`79.7 (t5-large)` for each backbone the paper reports this method on, with this queue and rule of eviction."""
+    name = _papers_name(method, settings)
+    with_size = f"{name}, queue_size {settings.get('queue_size')}"
+    found = []
+    for backbone, methods in paper_results().items():
+        own = {**methods.get(name, {}), **methods.get(with_size, {})}
+        found += [f"{own[stream]:.1f} ({backbone})"] if stream in own else []
+    return found
+
+
+def _papers_name(method: str, settings: Mapping[str, Any]) -> str:
+    """Of the paper's row; none for an ablation, of which it has no figures for single orders."""
+    if method != "q-tuning":
+        return method
+    parts = (settings["scale"], settings["shared_length"], settings["retention"] != "none")
+    rule = settings["eviction"]
+    return "" if not all(parts) else method if rule == "pca" else f"{method}, eviction {rule}"
