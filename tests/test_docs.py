@@ -620,7 +620,7 @@ def test_the_findings_on_encoders_are_those_of_the_records() -> None:
             assert all(task["unchanged"] for r in own.values() for task in r["tasks"].values())
     in_order = sorted(seeds.items(), key=lambda each: -mean(each[1]["minilm"]))
     assert between(page, "long-encoders") == [
-        f"| `{method}` | {told(own['minilm'])} | {told(own['bge-small']) if 'bge-small' in own else ' | '} |"
+        f"| `{method}` | {told(own['minilm'])} | {told(own['bge-small'])} |"
         for method, own in in_order
     ]
     assert "({:.1f} on MiniLM, {:.1f} on BGE-small)".format(*lost) in words
@@ -669,6 +669,15 @@ def test_the_findings_on_encoders_are_those_of_the_records() -> None:
     ]
     said = "have {} and {} on all-MiniLM-L6-v2, {} and {} on BGE-small, and Q-tuning {} and {}"
     assert said.format(*cells) in findings
+    probe = seeds["linear-probe"]
+    said = (
+        "has {:.1f} and {:.1f}: on BGE-small, on which nothing was tuned, it is above every prompt"
+    )
+    assert said.format(mean(probe["minilm"]), mean(probe["bge-small"])) in findings
+    assert f"a linear probe has {mean(probe['bge-small']):.1f} |" in claims
+    for method, own in seeds.items():
+        if method != "linear-probe":
+            assert all(a < b for a, b in zip(own["bge-small"], probe["bge-small"], strict=True))
 
 
 def test_the_short_sequence_on_an_encoder_is_that_of_the_records() -> None:
