@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, MistralConfig, T5ForConditionalGeneration
 
-from qtuning.backbones import Head, Row, load_backbone, weights_sha256, wrap_model
+from qtuning.backbones import Backbone, Head, Row, load_backbone, weights_sha256, wrap_model
 from qtuning.backbones.compiled import CompiledLayers
 from qtuning.backbones.kernels import linear_relu
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
@@ -556,3 +556,13 @@ def test_texts_cut_from_the_remembered_whole_are_as_the_tokenizer_cuts_them(kind
     for text in [long, short, (short, short)]:
         backbone.tokenize([text], 100)
     assert backbone._coded_before.cache_info().misses == asked
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_no_family_cuts_a_text_otherwise_than_its_tokenizer(kind: str) -> None:
+    backbone = make_backbone(kind)
+    long, short = " ".join(TEXTS * 30), "good soup"
+    for text in (long, short, (long, short), (short, long)):
+        for room in (backbone.max_length, 40, 9):
+            afresh = backbone._coded(backbone._parts(text), room)
+            assert Backbone._tokens_of(backbone, text, room) == afresh

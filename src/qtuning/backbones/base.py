@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -206,9 +206,11 @@ class Backbone:
         self.model.eval()  # no dropout, or lanes of a pack would depend on each other (A34)
         self.embedding = self.model.get_input_embeddings()
         # seeds share texts, and test rows are read again after every task
-        self._remembered: Callable[[Text, int], Tokens] = lru_cache(maxsize=REMEMBERED_TEXTS)(
-            self._tokens_of
-        )
+        self._coded_before = lru_cache(maxsize=REMEMBERED_TEXTS)(self._coded)
+        special = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
+        self._closing = special[::-1].index(0) if 0 in special else None
+        """Special tokens after a text; None where the tokenizer does not say."""
+        self._uses_types = False
         self.embed_dim = int(self.embed(torch.zeros(1, dtype=torch.long)).shape[-1])
         if self.tokenizer.pad_token_id is None:
             self.pad_id = 0  # masked everywhere; any id will do
@@ -323,10 +325,7 @@ class Backbone:
     ) -> list[Tokens]:
         """Tokens of each text, cut so that prompt, text and answer fit the model's positions."""
         room = self.room_for_text(prompt_rows, answer_tokens)
-        return [
-            self._remembered(text, room) if is_short(text) else self._tokens_of(text, room)
-            for text in texts
-        ]
+        return [self._tokens_of(text, room) for text in texts]
 
     def room_for_text(self, prompt_rows: int, answer_tokens: int = 0) -> int:
         """Positions left for the text; refused when there are next to none."""
@@ -339,7 +338,32 @@ class Backbone:
         return room
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
-        raise NotImplementedError
+        """Cut from the whole where that gives the same: methods leave different room for the same text."""
+        parts = self._parts(text)
+        if sum(map(len, parts)) > REMEMBERED_LENGTH:
+            return self._coded(parts, room)
+        whole = self._coded_before(parts, self.max_length)
+        if len(whole.ids) <= room:
+            return whole
+        is_right = self.tokenizer.truncation_side == "right"
+        if len(parts) > 1 or not is_right or self._closing is None:
+            return self._coded_before(parts, room)
+        kept, end = room - self._closing, len(whole.ids) - self._closing
+        types = whole.types[:kept] + whole.types[end:]
+        return Tokens(whole.ids[:kept] + whole.ids[end:], types)
+
+    def _parts(self, text: Text) -> tuple[str, ...]:
+        """What the tokenizer is given: one text, with a pair joined; or the pair."""
+        return (self.between_pair.join(text) if isinstance(text, tuple) else text,)
+
+    def _coded(self, parts: tuple[str, ...], room: int) -> Tokens:
+        coded = self.tokenizer(
+            *parts,
+            truncation="longest_first",
+            max_length=room,
+            return_token_type_ids=self._uses_types,
+        )
+        return Tokens(tuple(coded["input_ids"]), tuple(coded.get("token_type_ids", ())))
 
     def _fewest_tokens(self) -> int:
         return MIN_TEXT_TOKENS
@@ -533,12 +557,3 @@ def gather_reads(states: Tensor, first: Tensor, reads: Tensor, longest: int) -> 
     steps = torch.arange(longest, device=states.device)
     positions = first[:, None] + torch.minimum(steps, reads[:, None] - 1)
     return states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))
-
-
-def is_short(text: Text) -> bool:
-    """Whether its tokens may be kept."""
-    return (
-        sum(map(len, text)) <= REMEMBERED_LENGTH
-        if isinstance(text, tuple)
-        else len(text) <= REMEMBERED_LENGTH
-    )

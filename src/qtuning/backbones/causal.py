@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from threading import RLock
 from typing import Any
@@ -23,8 +23,6 @@ from qtuning.backbones.base import (
     ALIGNED,
     MASKED,
     MIN_TEXT_TOKENS,
-    REMEMBERED_LENGTH,
-    REMEMBERED_TEXTS,
     Batch,
     Reading,
     Row,
@@ -60,11 +58,6 @@ class CausalBackbone(VocabularyBackbone):
         self.between_pair, self.question = "\n", QUESTION
         self._passing = RLock()  # a pass without a mask changes the model's settings meanwhile
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
-        adds_nothing = self.tokenizer.num_special_tokens_to_add() == 0
-        self._is_plain = adds_nothing and self.tokenizer.truncation_side == "right"
-        self._whole_ids = lru_cache(maxsize=REMEMBERED_TEXTS)(self._ids)
-        if self._is_plain:
-            self._remembered = self._tokens_of  # which remembers whole texts itself
 
     def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
         """Each label as it follows the question; an end token only where one label begins another."""
@@ -81,19 +74,10 @@ class CausalBackbone(VocabularyBackbone):
         return sequence if end is None or sequence[-1:] == (end,) else (*sequence, end)
 
     def _tokens_of(self, text: Text, room: int) -> Tokens:
-        whole = self.between_pair.join(text) if isinstance(text, tuple) else text
-        room -= len(self._question)
-        if self._is_plain and len(whole) <= REMEMBERED_LENGTH:
-            # methods leave different room for the same text: where nothing is added to it, a part is a part
-            ids = self._whole_ids(whole, self.max_length)[:room]
-        else:
-            ids = self._ids(whole, room)
+        ids = super()._tokens_of(text, room - len(self._question)).ids
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids = ids[:-1]  # some tokenizers close every text; ours goes on
         return Tokens(ids + self._question)
-
-    def _ids(self, text: str, most: int) -> TokenIds:
-        return tuple(self.tokenizer(text, truncation=True, max_length=most)["input_ids"])
 
     def _fewest_tokens(self) -> int:
         return MIN_TEXT_TOKENS + len(self._question)

@@ -8,22 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtuning.backbones.answers import AnswerSet
-from qtuning.backbones.base import (
-    REMEMBERED_TEXTS,
-    Backbone,
-    Batch,
-    Head,
-    Reading,
-    Tokens,
-    is_short,
-)
+from qtuning.backbones.base import Backbone, Batch, Head, Reading
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 
@@ -47,11 +38,6 @@ class EncoderBackbone(Backbone):
         if self.readout == "peft":
             self._check_pooler()
             self.prompt_at = 0
-        special = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
-        self._closing = special[::-1].index(0) if 0 in special else len(special)
-        """Special tokens after a text."""
-        self._coded_before = lru_cache(maxsize=REMEMBERED_TEXTS)(self._coded)
-        self._remembered = self._tokens_of  # which remembers whole texts itself
 
     def _check_pooler(self) -> None:
         kind = self.model.config.model_type
@@ -70,28 +56,8 @@ class EncoderBackbone(Backbone):
         """A class index for each label, as a sequence of one."""
         return AnswerSet.build([(i,) for i in range(len(label_words))])
 
-    def _tokens_of(self, text: Text, room: int) -> Tokens:
-        """Cut from the whole where that gives the same: methods leave different room for the same text."""
-        if not is_short(text):
-            return self._coded(text, room)
-        whole = self._coded_before(text, self.max_length)
-        if len(whole.ids) <= room:
-            return whole
-        if isinstance(text, tuple) or self.tokenizer.truncation_side != "right":
-            return self._coded_before(text, room)
-        kept, end = room - self._closing, len(whole.ids) - self._closing
-        types = whole.types[:kept] + whole.types[end:]
-        return Tokens(whole.ids[:kept] + whole.ids[end:], types)
-
-    def _coded(self, text: Text, room: int) -> Tokens:
-        pair = text if isinstance(text, tuple) else (text,)
-        coded = self.tokenizer(
-            *pair,
-            truncation="longest_first" if len(pair) > 1 else True,
-            max_length=room,
-            return_token_type_ids=self._uses_types,
-        )
-        return Tokens(tuple(coded["input_ids"]), tuple(coded.get("token_type_ids", ())))
+    def _parts(self, text: Text) -> tuple[str, ...]:
+        return text if isinstance(text, tuple) else (text,)
 
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[n, 1, h]: one read-out per row."""

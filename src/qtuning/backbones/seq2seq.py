@@ -15,12 +15,10 @@ from qtuning.backbones.base import (
     MASKED,
     Batch,
     Reading,
-    Tokens,
     VocabularyBackbone,
     gather_reads,
 )
 from qtuning.backbones.t5 import MODEL_TYPES, T5Layers
-from qtuning.tasks import Text
 
 
 @dataclass
@@ -38,10 +36,6 @@ class Seq2SeqBackbone(VocabularyBackbone):
         """Each label as the tokenizer writes a target, end token included."""
         coded = self.tokenizer(text_target=list(label_words))
         return [tuple(ids) for ids in coded["input_ids"]]
-
-    def _tokens_of(self, text: Text, room: int) -> Tokens:
-        whole = self.between_pair.join(text) if isinstance(text, tuple) else text
-        return Tokens(tuple(self.tokenizer(whole, truncation=True, max_length=room)["input_ids"]))
 
     def hidden(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h]: states of the decoder; the encoder reads each row once for all its paths."""
