@@ -24,6 +24,9 @@ def tune(
     shots: Annotated[int | None, typer.Option(help="Training examples per class.")] = None,
     preset: Annotated[str | None, typer.Option(help="What the grid starts from.")] = None,
     test_limit: Annotated[int, typer.Option(help="Test rows per class; 0 for all.")] = 50,
+    max_length: Annotated[
+        int | None, typer.Option(help="Positions of prompt, text and answer; the model's, or 512.")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting for all candidates.")
     ] = None,
@@ -56,7 +59,12 @@ def tune(
         chosen["shots"] = shots
     names, numbers = streams.replace(",", " ").split(), parse_seeds(seeds)
     base = RunConfig(
-        stream=names[0], method=method, model=model, test_limit=test_limit, settings=chosen
+        stream=names[0],
+        method=method,
+        model=model,
+        max_length=max_length,
+        test_limit=test_limit,
+        settings=chosen,
     ).resolved()
     console = Console()
 

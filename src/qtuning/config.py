@@ -150,8 +150,11 @@ class TrainSettings:
         """Passes over so many training examples."""
         if not self.most_steps:
             return self.epochs
-        per_epoch = -(-examples // self.batch_size)
-        return min(self.epochs, max(1, self.most_steps // per_epoch))
+        return min(self.epochs, max(1, self.most_steps // self.steps_per_epoch(examples)))
+
+    def steps_per_epoch(self, examples: int) -> int:
+        """Batches of so many training examples."""
+        return math.ceil(examples / self.batch_size)
 
 
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {

@@ -84,6 +84,8 @@ class StreamRun:
     """For each task, at the end, of its test rows without the task: shares whose task was found, and answered right."""
     done: int = 0
     """Tasks learnt and scored."""
+    asked_last: bool = False
+    """Whether it is asked when the stream ends, and not before: every answer costs steps, or it learns only then."""
 
 
 Cell = tuple[StreamRun, int, Task, Rows]
@@ -186,7 +188,9 @@ def _begin(course: Course, protocol: str, test_limit: int) -> StreamRun:
     }
     matrix = np.full((len(tasks) + 1, len(tasks)), np.nan)
     names = tuple(task.name for task in tasks)
-    return StreamRun(seed, names, splits, course.method.start(seed), matrix, matrix.copy())
+    state = course.method.start(seed)
+    asked_last = hasattr(state, "adapted") or hasattr(course.method, "put_by")
+    return StreamRun(seed, names, splits, state, matrix, matrix.copy(), asked_last=asked_last)
 
 
 def _learn(
@@ -202,7 +206,11 @@ def _learn(
     methods: list[Any] = [course.method for course in courses]
     if not all(hasattr(method, "lane") for method in methods):
         for method, run, task in zip(methods, runs, tasks, strict=True):
-            run.state = method.learn(run.state, task, run.splits[task.name], report)
+            split, is_last = run.splits[task.name], run.done + 1 == len(run.tasks)
+            if hasattr(method, "put_by") and not is_last:
+                run.state = method.put_by(run.state, task, split)
+            else:
+                run.state = method.learn(run.state, task, split, report)
         return
     lanes = [
         method.lane(run.state, task, run.splits[task.name])
@@ -231,14 +239,11 @@ def _measure_learnt(
     evaluate_with: str,
     inner_rows: int | None,
 ) -> None:
-    """The diagonal: the task each run has just learnt, on all of its test rows.
-
-    A method that adapts to every text is asked at the end only.
-    """
+    """The diagonal: the task each run has just learnt, on all of its test rows."""
     cells: list[Cell] = []
     for run, tasks in zip(runs, orders, strict=True):
         task = tasks[i - 1]
-        if hasattr(run.state, "adapted"):
+        if run.asked_last:
             run.when_learnt[task.name] = torch.zeros(0)
         else:
             cells.append((run, i - 1, task, run.splits[task.name].test))
@@ -309,7 +314,7 @@ def _measure_inner(
     cells: list[Cell] = [
         (run, j, task, _sampled(run, task, inner_rows))
         for run, tasks in zip(runs, orders, strict=True)
-        if not hasattr(run.state, "adapted")
+        if not run.asked_last
         for j, task in enumerate(tasks[: i - 1])
     ]
     for (run, j, task, rows), found in _ask(cells, backbone, evaluate_with):

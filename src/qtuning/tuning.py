@@ -87,8 +87,9 @@ def tune(
     for own in candidates(config.method, family, config.settings):
         scores = []
         for stream in streams:
-            wanted = replace(
-                config, stream=stream, protocol="", settings={**config.settings, **own}
+            settings = {**config.settings, **own}
+            wanted = replace(  # what lies between learning and the end decides nothing here
+                config, stream=stream, protocol="", inner_rows=0, settings=settings
             )
             scores += [result["average_score"] for result in run(wanted, seeds, root, **how)]
         tried.append(Tried(own, scores))

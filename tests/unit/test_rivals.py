@@ -170,6 +170,23 @@ def test_multi_task_training_sees_every_task_in_every_step(monkeypatch) -> None:
     assert sorted(drawn[:3]) == sorted(drawn[3:6]) == [0, 1, 2]  # a short task begins again
 
 
+def test_in_a_stream_multi_task_training_waits_for_the_last_task(family_backbone) -> None:
+    """As many steps as the longest task takes, wherever that stands; the last row alone is measured."""
+    method, train = make_settings(**{**SMALL, "batch_size": 4, "epochs": 3})
+    tasks = [make_task("task0", ("up", "down", "left"), rows=10), make_task("task1", rows=10)]
+    learner = make_method("multi-task", family_backbone, method, train)
+    seen = []
+    result = run_stream(learner, family_backbone, tasks, train, report=seen.append)
+    assert {progress.task for progress in seen} == {"task1"}
+    rows = [len(result.splits[task.name].train) for task in tasks]
+    steps = [-(-n // 4) for n in rows]
+    assert steps[0] > steps[1]
+    assert len(seen) == -(-3 * steps[0] // steps[1])
+    assert list(result.state.memory) == ["task0", "task1"]
+    assert np.isnan(result.matrix[:2]).all()
+    assert not np.isnan(result.matrix[2]).any()
+
+
 def test_a_memory_survives_saving(bert, tmp_path) -> None:
     from qtuning import QTuner
 

@@ -101,14 +101,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     Path("two.yaml").write_text(yaml.safe_dump(stream))
     flags = ["--model", "./model", "--streams", "two.yaml", "--seeds", "0", "--shots", "2"]
-    flags += ["--test-limit", "2", "--set", "queue_size=2", "--set", "epochs=1"]
+    flags += [
+        "--test-limit",
+        "2",
+        "--max-length",
+        "64",
+        "--set",
+        "queue_size=2",
+        "--set",
+        "epochs=1",
+    ]
     result = CliRunner().invoke(
         app, ["tune", "--method", "per-task-prompt", *flags, "-o", "p.yaml"]
     )
     assert result.exit_code == 0, result.output
     assert result.output.count("prompt_lr") >= 6
     assert set(get_preset("p.yaml")) >= {"prompt_lr", "epochs", "shots", "queue_size"}
-    assert len(list(Path("runs/tuning").rglob("result.json"))) == 6
+    records = [json.loads(f.read_text()) for f in Path("runs/tuning").rglob("result.json")]
+    assert [record["config"]["max_length"] for record in records] == [64] * 6
 
 
 def test_a_preset_file_without_settings_is_refused(tmp_path: Path) -> None:

@@ -106,8 +106,9 @@ class ContinualFineTune:
         names = (f"{task.name}, seed {state.seed}", task.name)
         moving = [*(heads.values() if self.trains_old_heads else ()), *([head] if head else [])]
         groups = self.groups(moving)
+        settings = self.schedule(state, lesson)
         facts = fit_weights(
-            train, validation, task.metric, self.train, order, hooks, groups, report, names
+            train, validation, task.metric, settings, order, hooks, groups, report, names
         )
         return self.after(state, lesson, facts)
 
@@ -118,6 +119,10 @@ class ContinualFineTune:
             (list(self.worker.model.parameters()), self.train.weights_lr),
             (outer, self.train.head_lr),
         ]
+
+    def schedule(self, state: WeightState, lesson: Lesson) -> TrainSettings:
+        """How long it is trained, in epochs of this task."""
+        return self.train
 
     def hooks(self, state: WeightState, lesson: Lesson) -> Hooks:
         """What is done beside the plain loss."""

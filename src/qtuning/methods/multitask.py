@@ -1,13 +1,15 @@
 """Multi-task training: all tasks so far at once, from the pretrained weights (protocol 1.3, MTL).
 
-Every step sums the losses of one batch of each task; shorter tasks begin again when they end. It keeps all
-training texts and trains anew whenever a task is added, so it is a bound and not a continual learner.
+Every step sums the losses of one batch of each task; shorter tasks begin again until the longest has ended. It keeps
+all training texts and trains anew whenever a task is added, so it is a bound and not a continual learner; in a stream
+it puts tasks by and trains once, when all of them are there.
 
 Relations: `replay` with everything kept, in every step, and without a past.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,10 +20,11 @@ from qtuning.backbones import Backbone
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report
 from qtuning.methods import WEIGHTS_GRID, MethodInfo, register
-from qtuning.methods.finetuning import WeightState
+from qtuning.methods.finetuning import Lesson, WeightState
 from qtuning.methods.replaying import Together, WithMemory
+from qtuning.seeding import torch_generator
 from qtuning.tasks import Rows, Split, Task
-from qtuning.weights import Examples, Hooks
+from qtuning.weights import Examples, Hooks, make_examples, make_head
 
 
 class JointHooks(Hooks):
@@ -58,6 +61,22 @@ class MultiTask(WithMemory):
         """All tasks so far, from the beginning; the last epoch is kept, because one task's validation is no judge."""
         unjudged = replace(split, validation=Rows((), ()))
         return super().learn(replace(state, weights={}), task, unjudged, report)
+
+    def put_by(self, state: WeightState, task: Task, split: Split) -> WeightState:
+        """The state with one more task that is not trained yet: its texts, and an encoder's head as it begins."""
+        generator = torch_generator(state.seed, state.learnt, task.name, "head")
+        head = make_head(self.worker, len(task.label_names), generator)
+        train = make_examples(self.worker, task, split.train, head)
+        put = self.after(state, Lesson(task, split, train, dict(state.heads)), {})
+        return replace(put, weights={})
+
+    def schedule(self, state: WeightState, lesson: Lesson) -> TrainSettings:
+        """As many steps as the longest task takes."""
+        own = len(lesson.train)
+        longest = max(own, *(len(kept["labels"]) for kept in state.memory.values()), 0)
+        steps = self.train.epochs_of(longest) * self.train.steps_per_epoch(longest)
+        epochs = math.ceil(steps / self.train.steps_per_epoch(own))
+        return replace(self.train, epochs=epochs, most_steps=0)
 
     def use(self, memories: Sequence[Examples], generator: torch.Generator) -> Hooks:
         """Every earlier task in every step."""
