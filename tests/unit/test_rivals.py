@@ -151,6 +151,21 @@ def test_examples_of_several_tasks_are_read_together_as_alone(exact_backbone) ->
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
+def test_answers_shorter_than_the_longest_are_read_together_too(exact_backbone) -> None:
+    """A batch that has none of a task's longest label words."""
+    if exact_backbone.needs_head:
+        pytest.skip("an encoder answers with its head")
+    worker = trainable_copy(exact_backbone)
+    task = make_task("task", ("up", "very good and far"), rows=8)
+    labels = [task.label_names.index(label) for label in task.labels]
+    memory = make_examples(worker, task, Rows(task.texts, labels), None)
+    short = [i for i, label in enumerate(labels) if label == 0]
+    sizes = [len(memory.answers.sequences[label]) for label in (0, 1)]
+    assert sizes[0] < sizes[1]
+    together = Together([memory], [(0, i) for i in short])
+    torch.testing.assert_close(together.losses()[0], memory.loss(short), rtol=0, atol=1e-9)
+
+
 def test_multi_task_training_sees_every_task_in_every_step(monkeypatch) -> None:
     seen: list[tuple[int, int]] = []
 

@@ -121,7 +121,9 @@ class Together:
         each = torch.split(hidden, [len(places) for _, places in self.parts])
         return torch.stack(
             [
-                cross_entropy(self.backbone.logits(own[:, : t.shape[1]], memory.head), t)
+                cross_entropy(
+                    self.backbone.logits(own[:, : t.shape[1]], memory.head), t[:, : own.shape[1]]
+                )
                 for (memory, _), own, t in zip(self.parts, each, self.targets, strict=True)
             ]
         )
