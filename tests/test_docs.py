@@ -16,6 +16,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -202,6 +203,38 @@ def test_the_demo_does_not_overwrite_a_users_task(tmp_path: Path) -> None:
         demo.run_demo(tmp_path / "file", str(folder))
 
 
+def check_what_is_said_of_order_nine(results: list[dict[str, Any]], page: str) -> None:
+    """Distances between methods, how much they forget, and the other pages' lines on them."""
+    own: dict[str, list[dict[str, Any]]] = {}
+    for result in sorted(results, key=lambda r: r["seed"]):
+        own.setdefault(result["method"], []).append(result)
+    score = {name: [100 * r["average_score"] for r in runs] for name, runs in own.items()}
+    best = score["per-task-finetune"]
+    others = [score[name] for name in ("multi-task", "continual-finetune", "per-task-prompt")]
+    far = [f"{mean(best) - mean(other):.1f}" for other in others]
+    assert (
+        f"{far[0]} points above all tasks at once, {far[1]} above fine-tuning one model on and on "
+        f"and {far[2]} above a prompt per task, on all three seeds" in page
+    )
+    assert all(a > b for other in others for a, b in zip(best, other, strict=True))
+    fell = {
+        name: f"{100 * mean(r['forgetting'] for r in own[name]):.1f}"
+        for name in ("continual-finetune", "a-gem", "replay", "idbr", "ewc")
+    }
+    assert (
+        f"is {fell['continual-finetune']} points without protection, {fell['a-gem']} with A-GEM, "
+        f"{fell['replay']} with replay, {fell['idbr']} with IDBR and {fell['ewc']} with EWC" in page
+    )
+    on_and_on = own["continual-finetune"]
+    back = f"−{-100 * mean(r['backward_transfer'] for r in on_and_on):.1f}"
+    told = f"{mean(score['continual-finetune']):.1f}"
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"one model on and on {told} (backward transfer {back})" in readme
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+    spread = f"{stdev(score['continual-finetune']):.1f}"
+    assert f"{told} ± {spread}, backward transfer {back} (order 9)" in claims
+
+
 def test_the_table_of_methods_comes_from_the_records() -> None:
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     nine = page.split("<!-- order-09 -->\n")[1].split("<!-- /order-09 -->")[0]
@@ -212,6 +245,7 @@ def test_the_table_of_methods_comes_from_the_records() -> None:
     assert four == to_markdown(group_runs(weights))
     fell = mean(100 * r["forgetting"] for r in weights if r["method"] == "continual-finetune")
     assert f"on 64 texts, is {fell:.1f})" in page
+    check_what_is_said_of_order_nine(found.results, " ".join(page.split()))
     shown = page.split("<!-- starter-four -->\n")[1].split("<!-- /starter-four -->")[0]
     records = gather([ROOT / "results" / "starter-four-minilm"])
     assert shown == to_markdown(group_runs(records.results))
