@@ -24,9 +24,10 @@ from rich.console import Console
 import qtuning
 from qtuning import cli, config, demo
 from qtuning.errors import CollectionError
+from qtuning.report.comparing import compare
 from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
-from qtuning.report.tables import compare, group_runs
+from qtuning.report.tables import group_runs
 from qtuning.run_labels import label_of
 from qtuning.serve.run import free_port
 from qtuning.summary import summarise

@@ -12,10 +12,12 @@ import pytest
 
 from qtuning import cli
 from qtuning.errors import RecordError
+from qtuning.report.charts import line_chart
+from qtuning.report.comparing import compare, overviews, squares
 from qtuning.report.export import to_csv, to_latex, to_markdown
 from qtuning.report.gather import gather
 from qtuning.report.page import render_page
-from qtuning.report.tables import compare, group_runs, papers_numbers
+from qtuning.report.tables import Group, group_runs, papers_numbers
 from qtuning.runs import RunConfig, run, run_folder
 from tests.conftest import make_model, make_tokenizer
 
@@ -88,18 +90,21 @@ def test_a_stream_that_is_asked_at_its_end_alone(
     run(config, [0, 1], tmp_path, device="cpu")
     records = gather([tmp_path])
     (group,) = group_runs(records.results)
-    assert group.mean_curve() == []
     learnt = [[task["when_learnt"] for task in run["tasks"].values()] for run in group.runs]
     means = [(a + b) / 2 for a, b in zip(*learnt, strict=True)]
     expected = [sum(means[:n]) / n for n in (1, 2, 3)]
-    assert group.curve_when_learnt() == pytest.approx(expected)
+    assert group.mean_curve() == pytest.approx(expected)  # its answers are those of then
     page = render_page(records)
     assert "Score matrix" not in page
     assert "Score of each task" in page
-    assert "tasks learnt so far, each when it was learnt" in page
+    assert "so without a line" not in page
+    for run_ in records.results:
+        run_["tasks"]["spam"]["unchanged"] = False
+    (changing,) = group_runs(records.results)
+    assert changing.mean_curve() == []
+    assert "so without a line: q-tuning." in render_page(records)
     whole = render_page(gather([runs]))
     assert "Score matrix" in whole
-    assert "each when it was learnt" not in whole
     assert "<h3>What the queue keeps</h3>" in page
     monkeypatch.setattr("qtuning.report.page.MOST_ROWS", 2)
     long = render_page(records)
@@ -120,9 +125,52 @@ def test_groups_comparisons_and_tables(runs: Path) -> None:
     assert {(each.first, each.difference) for each in pairs} == {(pair.first, pair.difference)}
     apart = [replace(g, label="x") for g in again if g.label == "q-tuning"]
     assert len(compare([*groups, *apart])) == 1  # nothing that both streams have
+    check_squares_and_overviews(groups, again)
     assert to_markdown(groups).count("\n") == 4
     assert r"\toprule" in to_latex(groups)
     assert to_csv(groups).startswith("stream,method,backbone,seeds")
+
+
+def check_squares_and_overviews(groups: list[Group], again: list[Group]) -> None:
+    """A row less a column is minus the column less the row; means are those of seeds that all streams have."""
+    (pair,) = compare(groups)
+    (square,) = squares([pair])
+    assert square.labels == (pair.first, pair.second)
+    (nothing, there), (back, _) = square.cells
+    assert nothing is None
+    assert there == pair
+    assert (back.first, back.difference, back.p) == (pair.second, -pair.difference, pair.p)
+    assert overviews(groups) == []  # one stream: the summary has it all
+    (found,) = overviews([*groups, *(replace(g, runs=g.runs[:1]) for g in again[:1])])
+    assert found.streams == (groups[0].stream, "other")
+    whole, lone = found.rows
+    assert whole[0] == again[0].label
+    assert list(whole[2]) == [again[0].seeds[0]]
+    assert lone[1][1] == lone[2] == {}  # not run on the other
+
+
+def test_methods_on_several_streams_come_first_in_the_page(runs: Path, tmp_path: Path) -> None:
+    for file in runs.rglob("result.json"):
+        record = json.loads(file.read_text())
+        for stream in ("one", "two"):
+            copy = tmp_path / stream / record["method"] / str(record["seed"]) / "result.json"
+            copy.parent.mkdir(parents=True)
+            record["stream"] = record["config"]["stream"] = stream
+            copy.write_text(json.dumps(record))
+    page = render_page(gather([tmp_path]))
+    assert "<th>one</th><th>two</th><th>mean of 2 streams</th>" in page
+    assert page.index("mean of 2 streams") < page.index("Every stream by itself")
+    assert re.search("<summary>two, .*model</summary>", page)
+    assert re.search("<h3>mean of 2 streams, .*model</h3>", page)
+    assert page.count("<details>") == page.count("</details>")
+
+
+def test_lines_of_a_chart_can_be_told_apart() -> None:
+    names = [f"method {i}" for i in range(18)]
+    chart = line_chart({name: [0.1, 0.2] for name in names}, ["a", "b"], "many")
+    strokes = re.findall(r"<polyline [^>]*(stroke=.*?)/>", chart)
+    assert len(set(strokes)) == 18
+    assert re.findall(r"<path [^>]*(stroke=.*?)/>", chart) == strokes  # the keys beside it
 
 
 def test_unfinished_and_damaged_records_are_shown(runs: Path, tmp_path: Path) -> None:
@@ -164,7 +212,10 @@ def test_the_command(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             cli.main()
         assert ended.value.code == 0
         assert (tmp_path / name).stat().st_size > 100
-    assert len(list((tmp_path / "figures").glob("*.png"))) == 3
+    figures = {file.name for file in (tmp_path / "figures").glob("*.png")}
+    kinds = ("average", "per-task-prompt-matrix", "q-tuning-matrix")
+    assert len(figures) == 3
+    assert all(any(name.endswith(f"-model-{kind}.png") for name in figures) for kind in kinds)
     assert "4 finished runs" in capsys.readouterr().out
 
 

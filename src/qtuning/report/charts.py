@@ -6,6 +6,15 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 COLOURS = ("#1b7f5c", "#c2543d", "#3b6fb6", "#9a6fb0", "#b8860b", "#5f6b73")
+DASHES = ("", "7 4", "2 4")
+"""For the second and third line of a colour."""
+
+
+def _stroke(number: int) -> str:
+    """Colour and dashes of a chart's line; the same again after eighteen."""
+    dash = DASHES[number // len(COLOURS) % len(DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'stroke="{COLOURS[number % len(COLOURS)]}" stroke-width="2"{dashed}'
 
 
 def line_chart(
@@ -14,8 +23,10 @@ def line_chart(
     title: str,
     percent: bool = True,
     low: float | None = None,
+    order: Sequence[str] = (),
 ) -> str:
-    """One line per entry over the tasks; hovering a point names it."""
+    """One line per entry over the tasks; hovering a point names it. Its place in `order` gives a name its colour."""
+    order = order or list(series)
     width, height, left, bottom, top = 720, 260, 52, 34, 14
     values = [value for line in series.values() for value in line]
     if not values:
@@ -50,22 +61,23 @@ def line_chart(
         parts.append(
             f'<text class="tick" x="{x(i):.1f}" y="{height - 12}" text-anchor="middle">{i + 1}</text>'
         )
-    for number, (name, line) in enumerate(series.items()):
+    for name, line in series.items():
+        number = order.index(name)
         colour = COLOURS[number % len(COLOURS)]
         points = " ".join(f"{x(i):.1f},{y(value):.1f}" for i, value in enumerate(line))
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
+        parts.append(f'<g class="line"><polyline points="{points}" fill="none" {_stroke(number)}/>')
         for i, value in enumerate(line):
             task = labels[i] if i < len(labels) else str(i + 1)
             parts.append(
                 f'<circle cx="{x(i):.1f}" cy="{y(value):.1f}" r="3.2" fill="{colour}">'
                 f"<title>{escape(name)}, {escape(task)}: {shown(value)}</title></circle>"
             )
+        parts.append("</g>")
     parts.append("</svg>")
     keys = "".join(
-        f'<span class="key"><i style="background:{COLOURS[n % len(COLOURS)]}"></i>{escape(name)}</span>'
-        for n, name in enumerate(series)
+        f'<span class="key"><svg viewBox="0 0 26 10"><path d="M0 5H26" {_stroke(order.index(name))}/></svg>'
+        f"{escape(name)}</span>"
+        for name in series
     )
     return f'<figure><figcaption>{escape(title)}</figcaption>{"".join(parts)}<div class="keys">{keys}</div></figure>'
 

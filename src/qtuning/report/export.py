@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,15 +81,11 @@ def save_figures(groups: Sequence[Group], folder: Path, ending: str) -> list[Pat
     for stream, backbone in dict.fromkeys((g.stream, g.backbone) for g in groups):
         own = [g for g in groups if (g.stream, g.backbone) == (stream, backbone)]
         figure, axis = pyplot.subplots(figsize=(7, 3.6))
-        for group in own:
-            curve = group.mean_curve()
-            axis.plot(
-                range(1, len(curve) + 1),
-                [100 * v for v in curve],
-                "o-",
-                label=group.label,
-                markersize=3,
-            )
+        curves = {group.label: curve for group in own if (curve := group.mean_curve())}
+        for number, (label, curve) in enumerate(curves.items()):
+            style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
+            places = range(1, len(curve) + 1)
+            axis.plot(places, [100 * v for v in curve], f"o{style}", label=label, markersize=3)
         axis.set(
             xlabel="tasks learnt",
             ylabel="average score so far (%)",
@@ -96,7 +93,7 @@ def save_figures(groups: Sequence[Group], folder: Path, ending: str) -> list[Pat
         )
         axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-        made.append(folder / f"{stream}-average.{ending}")
+        made.append(folder / f"{_file_name(stream, backbone, 'average')}.{ending}")
         figure.savefig(made[-1], dpi=140, bbox_inches="tight")
         pyplot.close(figure)
         for group in own:
@@ -106,9 +103,15 @@ def save_figures(groups: Sequence[Group], folder: Path, ending: str) -> list[Pat
             ]
             figure, axis = pyplot.subplots(figsize=(4.6, 4))
             image = axis.imshow(matrix, cmap="viridis", vmin=0, vmax=100)
-            axis.set(xlabel="task", ylabel="after task", title=f"{group.method} on {stream}")
+            axis.set(xlabel="task", ylabel="after task", title=f"{group.label} on {stream}")
             figure.colorbar(image, shrink=0.8)
-            made.append(folder / f"{stream}-{group.method}-matrix.{ending}")
+            name = _file_name(stream, backbone, group.label, "matrix")
+            made.append(folder / f"{name}.{ending}")
             figure.savefig(made[-1], dpi=140, bbox_inches="tight")
             pyplot.close(figure)
     return made
+
+
+def _file_name(*words: str) -> str:
+    """Words that may hold anything, as the name of a file."""
+    return re.sub(r"[^\w.+-]+", "-", "-".join(words)).strip("-")

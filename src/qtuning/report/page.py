@@ -12,8 +12,9 @@ from markupsafe import Markup
 
 from qtuning import __version__
 from qtuning.report.charts import heat_table, line_chart
+from qtuning.report.comparing import Scores, compare, overviews, squares
 from qtuning.report.gather import Records
-from qtuning.report.tables import Group, compare, group_runs, papers_numbers
+from qtuning.report.tables import Group, group_runs, mean_sd, papers_numbers
 
 MOST_ROWS = 20
 """Tables with more rows are shown when asked for."""
@@ -22,15 +23,20 @@ MOST_ROWS = 20
 def render_page(records: Records) -> str:
     """The whole page as one string."""
     groups = group_runs(records.results)
+    comparisons = compare(groups)
     text = (files("qtuning.report") / "page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["percent"] = lambda value: "–" if value is None else f"{100 * value:z.1f}"
     environment.filters["score"] = _score
+    environment.filters["of_seeds"] = _of_seeds
     return environment.from_string(text).render(
         version=__version__,
         groups=groups,
         streams=_by_stream(groups),
-        comparisons=compare(groups),
+        overviews=overviews(groups),
+        comparisons=comparisons,
+        squares=squares(comparisons),
+        most_rows=MOST_ROWS,
         unfinished=records.unfinished,
         unreadable=records.unreadable,
         papers_numbers=papers_numbers,
@@ -45,22 +51,24 @@ def _score(pair: tuple[float, float | None]) -> str:
     return f"{100 * mean:z.1f}" if sd is None else f"{100 * mean:z.1f} ± {100 * sd:.1f}"
 
 
+def _of_seeds(scores: Scores) -> str:
+    return _score(mean_sd(list(scores.values()))) if scores else "–"
+
+
 def _by_stream(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Per stream and backbone: the evolution of the average, all methods in one chart."""
     keys = dict.fromkeys((group.stream, group.backbone) for group in groups)
+    order = list(dict.fromkeys(group.label for group in groups))  # one colour on all charts
     found = []
     for stream, backbone in keys:
         own = [group for group in groups if (group.stream, group.backbone) == (stream, backbone)]
         tasks = list(own[0].runs[0]["tasks"])
         curves = {group.label: curve for group in own if (curve := group.mean_curve())}
         title = "Average score of the tasks learnt so far"
-        if not curves:
-            curves = {group.label: curve for group in own if (curve := group.curve_when_learnt())}
-            title += ", each when it was learnt"
-        chart = line_chart(curves, tasks, title)
-        found.append(
-            {"stream": stream, "backbone": backbone, "chart": Markup(chart), "tasks": tasks}
-        )
+        chart = line_chart(curves, tasks, title, order=order)
+        about = {"stream": stream, "backbone": backbone, "tasks": tasks}
+        without = [group.label for group in own if group.label not in curves]
+        found.append({**about, "chart": Markup(chart), "without": without})
     return found
 
 

@@ -1,8 +1,7 @@
-"""Groups of runs that differ only in their seed, and comparisons between groups."""
+"""Groups of runs that differ only in their seed, and what the paper has for them."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -13,8 +12,6 @@ from importlib.resources import files
 from typing import Any
 
 import yaml
-
-from qtuning.evaluation import sign_flip_p
 
 
 @dataclass(frozen=True)
@@ -39,9 +36,7 @@ class Group:
     def mean_sd(self, key: str) -> tuple[float, float | None]:
         """Mean and sample standard deviation over seeds; None for a single seed, nan for what was not measured."""
         values = self.values(key)
-        if None in values:
-            return math.nan, None
-        return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+        return (math.nan, None) if None in values else mean_sd(values)
 
     def mean_matrix(self) -> list[list[float | None]]:
         """Cell by cell the mean over seeds."""
@@ -52,10 +47,22 @@ class Group:
         ]
 
     def mean_curve(self) -> list[float]:
-        """Average score so far after each task, mean over seeds; empty where only the end was measured."""
-        curves = [run["average_so_far"] for run in self.runs]
-        if any(None in curve for curve in curves):
-            return []
+        """Average score so far after each task, mean over seeds; empty where a cell that it needs was not measured.
+
+        A task that still gives the answers it gave when learnt counts with its score on all test rows then: cells in
+        between have few rows.
+        """
+        curves = []
+        for run in self.runs:
+            kept = [task["unchanged"] for task in run["tasks"].values()]
+            scores = run["matrix"][1:]
+            rows = [
+                [scores[j][j] if kept[j] else scores[i][j] for j in range(i + 1)]
+                for i in range(len(kept))
+            ]
+            if any(None in row for row in rows):
+                return []
+            curves.append([statistics.mean(row) for row in rows])
         return [statistics.mean(points) for points in zip(*curves, strict=True)]
 
     def when_learnt(self) -> list[float]:
@@ -64,10 +71,10 @@ class Group:
         known = [score for score in scores if score is not None]
         return known if len(known) == len(scores) else []
 
-    def curve_when_learnt(self) -> list[float]:
-        """The average of these after each task; empty where they are."""
-        sums = itertools.accumulate(self.when_learnt())
-        return [total / count for count, total in enumerate(sums, start=1)]
+
+def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample standard deviation; None for a single value."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def group_runs(results: Sequence[dict[str, Any]]) -> list[Group]:
@@ -119,60 +126,6 @@ def _told_apart(groups: list[Group]) -> list[Group]:
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("settings", "preset")}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two groups on the seeds both have."""
-
-    where: str
-    """Stream and backbone, or how many streams were averaged."""
-    first: str
-    second: str
-    difference: float
-    seeds: int
-    p: float
-
-
-Scores = dict[int, float]
-"""Average score of each seed."""
-
-
-def compare(groups: Sequence[Group]) -> list[Comparison]:
-    """Every pair of groups on the mean of all streams of a backbone, then on each stream: exact sign-flip tests."""
-    places: dict[tuple[str, str], dict[str, Scores]] = {}
-    for group in groups:
-        own = {run["seed"]: run["average_score"] for run in group.runs}
-        places.setdefault((group.stream, group.backbone), {})[group.label] = own
-    found = []
-    for backbone in dict.fromkeys(name for _, name in places):
-        streams = [own for (_, name), own in places.items() if name == backbone]
-        if len(streams) > 1:
-            found += _pairs(f"mean of {len(streams)} streams, {backbone}", _mean_of(streams))
-    for (stream, backbone), scores in places.items():
-        found += _pairs(f"{stream}, {backbone}", scores)
-    return found
-
-
-def _mean_of(streams: Sequence[dict[str, Scores]]) -> dict[str, Scores]:
-    """Of each group that all streams have, the mean over them, for the seeds that all of them have."""
-    found = {}
-    for label in streams[0]:
-        if all(label in own for own in streams):
-            seeds = set.intersection(*(set(own[label]) for own in streams))
-            found[label] = {s: statistics.mean(own[label][s] for own in streams) for s in seeds}
-    return found
-
-
-def _pairs(where: str, scores: dict[str, Scores]) -> list[Comparison]:
-    """Each with each, paired by seed."""
-    found = []
-    for (first, a), (second, b) in itertools.combinations(scores.items(), 2):
-        differences = [a[seed] - b[seed] for seed in sorted(set(a) & set(b))]
-        if differences:
-            mean, p = statistics.mean(differences), sign_flip_p(differences)
-            found.append(Comparison(where, first, second, mean, len(differences), p))
-    return found
 
 
 @cache
