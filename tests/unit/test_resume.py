@@ -10,10 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from qtuning.runs import RunConfig, run
+from qtuning.stream_loop import StreamRun
+from qtuning.tasks import Task
 from tests.conftest import make_model, make_tokenizer
 
 STREAM = ("spam", "tone", "urgency", "sentiment-travel")
@@ -143,6 +147,29 @@ def test_nothing_finished_is_done_again(place: Path) -> None:
     lines = next((place / "cut").glob("*/*/0-*/events.jsonl")).read_text().splitlines()
     tasks = [event["task"] for event in map(json.loads, lines) if event["event"] == "task"]
     assert tasks == list(STREAM)
+
+
+@pytest.mark.parametrize("method", ["replay", "multi-task"])
+def test_methods_that_train_weights_go_on_where_they_stopped(place: Path, method: str) -> None:
+    """With what they keep of earlier tasks: texts, heads, and weights if there are any yet."""
+    settings = dict(pair.split("=") for pair in SETTINGS)
+    config = RunConfig(
+        str(place / "four.yaml"), method, str(place / "model"), test_limit=8, settings=settings
+    )
+
+    def stop(task: Task, runs: Sequence[StreamRun]) -> None:
+        if task.name == STREAM[1]:
+            raise KeyboardInterrupt
+
+    stopped = place / f"stopped-{method}"
+    with pytest.raises(KeyboardInterrupt):
+        run(config, [0], stopped, device="cpu", after_task=stop)
+    (again,) = run(config, [0], stopped, device="cpu")
+    (whole,) = run(config, [0], place / f"unstopped-{method}", device="cpu")
+    assert again["matrix"] == whole["matrix"]
+    events = next(stopped.rglob("events.jsonl")).read_text().splitlines()
+    tasks = [event["task"] for event in map(json.loads, events) if event["event"] == "task"]
+    assert tasks == list(STREAM)  # none of them twice
 
 
 def test_a_second_process_is_told_and_stops(place: Path) -> None:
