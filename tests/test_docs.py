@@ -740,6 +740,13 @@ def test_the_short_sequence_on_an_encoder_is_that_of_the_records() -> None:
     assert f"a prompt for every task have {min(first):.1f} to {max(first):.1f}" in words
     cells = [f"{mean(seeds[m]):.1f} ± {stdev(seeds[m]):.1f}" for m in ("q-tuning", "prog-prompt")]
     assert "orders 4–7: {}, ProgPrompt {}".format(*cells) in claims
+    (probe,) = records_in("short-encoders", "bge-small").values()
+    assert len(probe) == 12
+    spread, each = told(seeds_of(probe, orders)).split(" | ")
+    assert (
+        f"Of BGE-small the linear probe alone has been run (on a CPU, torch 2.13, transformers 5.22): {spread} ({each})"
+        in words
+    )
 
 
 def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
