@@ -95,22 +95,28 @@ class ContinualFineTune:
         """The state after one more task."""
         fresh = self.keeps_weights or not state.weights
         write_weights(self.worker, self.original if fresh else state.weights)
-        generator = torch_generator(state.seed, state.learnt, task.name, "head")
-        head = make_head(self.worker, len(task.label_names), generator)
-        train = make_examples(self.worker, task, split.train, head)
+        lesson = self.lesson(state, task, split)
+        train, head = lesson.train, lesson.train.head
         validation = make_examples(self.worker, task, split.validation, head)
-        heads = {name: trainable(h, self.worker.device) for name, h in state.heads.items()}
-        lesson = Lesson(task, split, train, heads)
         hooks = self.hooks(state, lesson)
         order = torch_generator(state.seed, state.learnt, task.name, "order")
         names = (f"{task.name}, seed {state.seed}", task.name)
-        moving = [*(heads.values() if self.trains_old_heads else ()), *([head] if head else [])]
+        old = lesson.heads.values() if self.trains_old_heads else ()
+        moving = [*old, *([head] if head else [])]
         groups = self.groups(moving)
         settings = self.schedule(state, lesson)
         facts = fit_weights(
             train, validation, task.metric, settings, order, hooks, groups, report, names
         )
         return self.after(state, lesson, facts)
+
+    def lesson(self, state: WeightState, task: Task, split: Split) -> Lesson:
+        """A task with a new head, beside the heads of earlier ones."""
+        generator = torch_generator(state.seed, state.learnt, task.name, "head")
+        head = make_head(self.worker, len(task.label_names), generator)
+        train = make_examples(self.worker, task, split.train, head)
+        heads = {name: trainable(h, self.worker.device) for name, h in state.heads.items()}
+        return Lesson(task, split, train, heads)
 
     def groups(self, heads: Sequence[Head]) -> Groups:
         """What is trained, with learning rates."""

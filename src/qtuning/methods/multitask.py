@@ -22,9 +22,8 @@ from qtuning.lanes import Report
 from qtuning.methods import WEIGHTS_GRID, MethodInfo, register
 from qtuning.methods.finetuning import Lesson, WeightState
 from qtuning.methods.replaying import Together, WithMemory
-from qtuning.seeding import torch_generator
 from qtuning.tasks import Rows, Split, Task
-from qtuning.weights import Examples, Hooks, make_examples, make_head
+from qtuning.weights import Examples, Hooks
 
 
 class JointHooks(Hooks):
@@ -64,16 +63,12 @@ class MultiTask(WithMemory):
 
     def put_by(self, state: WeightState, task: Task, split: Split) -> WeightState:
         """The state with one more task that is not trained yet: its texts, and an encoder's head as it begins."""
-        generator = torch_generator(state.seed, state.learnt, task.name, "head")
-        head = make_head(self.worker, len(task.label_names), generator)
-        train = make_examples(self.worker, task, split.train, head)
-        put = self.after(state, Lesson(task, split, train, dict(state.heads)), {})
-        return replace(put, weights={})
+        return replace(self.after(state, self.lesson(state, task, split), {}), weights={})
 
     def schedule(self, state: WeightState, lesson: Lesson) -> TrainSettings:
         """As many steps as the longest task takes."""
         own = len(lesson.train)
-        longest = max(own, *(len(kept["labels"]) for kept in state.memory.values()), 0)
+        longest = max([own, *(len(kept["labels"]) for kept in state.memory.values())])
         steps = self.train.epochs_of(longest) * self.train.steps_per_epoch(longest)
         epochs = math.ceil(steps / self.train.steps_per_epoch(own))
         return replace(self.train, epochs=epochs, most_steps=0)

@@ -80,22 +80,23 @@ def save_figures(groups: Sequence[Group], folder: Path, ending: str) -> list[Pat
     made = []
     for stream, backbone in dict.fromkeys((g.stream, g.backbone) for g in groups):
         own = [g for g in groups if (g.stream, g.backbone) == (stream, backbone)]
-        figure, axis = pyplot.subplots(figsize=(7, 3.6))
         curves = {group.label: curve for group in own if (curve := group.mean_curve())}
-        for number, (label, curve) in enumerate(curves.items()):
-            style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
-            places = range(1, len(curve) + 1)
-            axis.plot(places, [100 * v for v in curve], f"o{style}", label=label, markersize=3)
-        axis.set(
-            xlabel="tasks learnt",
-            ylabel="average score so far (%)",
-            title=f"{stream} on {backbone}",
-        )
-        axis.legend(frameon=False, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
-        made.append(folder / f"{_file_name(stream, backbone, 'average')}.{ending}")
-        figure.savefig(made[-1], dpi=140, bbox_inches="tight")
-        pyplot.close(figure)
+        if curves:  # none where every method was asked at the end alone
+            figure, axis = pyplot.subplots(figsize=(7, 3.6))
+            for number, (label, curve) in enumerate(curves.items()):
+                style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
+                places = range(1, len(curve) + 1)
+                axis.plot(places, [100 * v for v in curve], f"o{style}", label=label, markersize=3)
+            axis.set(
+                xlabel="tasks learnt",
+                ylabel="average score so far (%)",
+                title=f"{stream} on {backbone}",
+            )
+            axis.legend(frameon=False, fontsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+            made.append(folder / f"{_file_name(stream, backbone, 'average')}.{ending}")
+            figure.savefig(made[-1], dpi=140, bbox_inches="tight")
+            pyplot.close(figure)
         for group in own:
             matrix = [
                 [float("nan") if v is None else 100 * v for v in row]
