@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones import AnswerSet, Backbone, Head, Row, Tokens
+from qtuning.backbones.compiled import repeated_layers
 from qtuning.config import TrainSettings
 from qtuning.errors import TrainingError
 from qtuning.evaluation import score_predictions
@@ -30,11 +31,20 @@ Groups = Sequence[tuple[Sequence[Tensor], float]]
 
 
 def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Backbone:
-    """A backbone of its own, with weights that take gradients; still without dropout."""
-    model = copy.deepcopy(backbone.model)
+    """A backbone of its own, with weights that take gradients; still without dropout.
+
+    Its weights are float32 (float64 in tests) whatever the backbone's are, or small steps would be rounded away; the
+    layers' products are in the backbone's number type.
+    """
+    model = copy.deepcopy(backbone.model).to(backbone.lane_dtype)
     own = (kind or type(backbone))(
         model, backbone.tokenizer, backbone.name, backbone.max_length, backbone.readout
     )
+    if backbone.dtype != backbone.lane_dtype:
+        own.use_plain_layers()
+        for layer in repeated_layers(model):
+            in_type = torch.autocast(backbone.device.type, backbone.dtype)
+            layer.forward = in_type(layer.forward)
     own.is_frozen = False
     own.model.requires_grad_(True)
     return own

@@ -97,6 +97,44 @@ def test_a_projected_gradient_never_opposes_the_memory() -> None:
     assert 50 < opposed < 150  # both cases were seen
 
 
+# ── half precision ───────────────────────────────────────────────────────────────────────────
+
+
+PRODUCT = {
+    "bert": "encoder.layer.0.attention.self.query",
+    "gpt2": "transformer.h.0.attn.c_attn",
+    "llama": "model.layers.0.self_attn.q_proj",
+    "t5": "encoder.block.0.layer.1.DenseReluDense.wi",
+}
+"""A module whose product is read off."""
+
+
+@pytest.mark.parametrize("kind", PRODUCT)
+def test_weights_of_a_half_precision_model_are_trained_in_full(kind: str) -> None:
+    """Steps of 1e-6 are a thousandth of what bfloat16 can tell apart; products in it are right to two digits."""
+    task = make_task("task", rows=8)
+    states = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        backbone = make_backbone(kind, dtype=dtype)
+        method = method_for(backbone, "continual-finetune", weights_lr=1e-6, epochs=2)
+        states[dtype] = method.learn(method.start(0), task, task.split(4))
+    half = states[torch.bfloat16]
+    before = {n: w.float() for n, w in backbone.model.named_parameters()}
+    assert {w.dtype for w in half.weights.values()} == {torch.float32}
+    moved = [not torch.equal(w, before[n]) for n, w in half.weights.items()]
+    assert sum(moved) > 0.9 * len(moved)
+    assert {w.dtype for w in backbone.model.parameters()} == {torch.bfloat16}
+    read: list[torch.dtype] = []
+    product = half.worker.model.get_submodule(PRODUCT[kind])
+    product.register_forward_hook(lambda module, given, out: read.append(out.dtype))
+    full, found = (
+        predict_log_probs(*state.answers(backbone, "task"), task.texts[:6])
+        for state in states.values()
+    )
+    assert set(read) == {torch.bfloat16}
+    torch.testing.assert_close(found, full, rtol=0.05, atol=0.05)
+
+
 # ── replay ───────────────────────────────────────────────────────────────────────────────────
 
 

@@ -308,6 +308,9 @@ class Backbone:
     def _compiled_layers(self) -> CompiledLayers:
         return CompiledLayers(self.model)
 
+    def use_plain_layers(self) -> None:
+        """Run the model's own modules from now on, where a family computes with their weights in its own way."""
+
     def aligned(self, width: int) -> int:
         """Positions of a sequence as the device's fast kernels want them: eights on a card."""
         if self.device.type != "cuda":

@@ -54,6 +54,10 @@ class Seq2SeqBackbone(VocabularyBackbone):
             return self.t5.compiled()
         return super().training_layers()
 
+    def use_plain_layers(self) -> None:
+        """T5's too."""
+        self.t5 = None
+
     def text_states(self, batch: Batch) -> Tensor:
         """[b, s, d] of the encoder."""
         return self._encode(batch.inputs_embeds, batch.is_filled)
