@@ -172,6 +172,43 @@ def draw_shots() -> None:
     _save(figure, "reasons-shots.png")
 
 
+def draw_forgetting() -> None:
+    """Tasks in the order of learning: what one model had of each when learnt and has at the end, beside what keeps."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9.5, 4.4))
+    for axis, order, prompts in zip(
+        axes, ("order-01", "order-09"), ("short-smollm2", "long-smollm2"), strict=True
+    ):
+        found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+        kept = ("q-tuning-plus", "per-task-finetune")
+        for method in ("continual-finetune", *kept):
+            folder = "finetuning-smollm2" if method.endswith("finetune") else prompts
+            for file in sorted((RECORDS / folder / order / method).glob("[012]-*/result.json")):
+                for task, facts in json.loads(file.read_text())["tasks"].items():
+                    own = found.setdefault(method, {}).setdefault(task, [])
+                    own.append((100 * facts["when_learnt"], 100 * facts["score"]))
+        tasks = list(found["continual-finetune"])
+        then, now = np.mean([found["continual-finetune"][task] for task in tasks], axis=1).T
+        places = np.arange(len(tasks))
+        axis.hlines(places, then, now, color=CONTROL, lw=2)
+        axis.plot(
+            then, places, "o", mfc="none", color=CONTROL, label="one model, when learnt", ms=10
+        )
+        axis.plot(now, places, "o", color=CONTROL, label="one model, at the end")
+        for method in kept:
+            mark, colour = MARKS.get(method, ("D", OTHERS))
+            scores = [np.mean(found[method][task]) for task in tasks]
+            axis.plot(scores, places, mark, color=colour, label=f"{method}, then and now", ms=6)
+        axis.set_yticks(places, tasks)
+        axis.invert_yaxis()
+        axis.set(xlabel="score, %", title=f"SmolLM2-135M, {order.replace('-0', ' ')}")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=4, loc="lower center")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(RESULTS / "reasons-forgetting.png", dpi=120)
+
+
 def draw_transfer() -> None:
     """Which prompt explains which task: the loss under it, less the loss under a prompt from the vocabulary."""
     record = json.loads((RESULTS / "transfer-smollm2.json").read_text())
@@ -230,4 +267,5 @@ if __name__ == "__main__":
     draw_tasks()
     draw_lifelong()
     draw_shots()
+    draw_forgetting()
     draw_transfer()

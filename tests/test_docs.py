@@ -532,6 +532,117 @@ def test_the_findings_on_the_short_sequence_are_those_of_the_records() -> None:
     assert "{}, ProgPrompt {}".format(*cells) in claims
 
 
+def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    words = " ".join(page.split())
+    weights = records_in("finetuning-smollm2")
+    nine = {**records_in("long-smollm2"), **weights}
+    one = {
+        label.removesuffix(", shots 16"): own
+        for label, own in {**records_in("short-smollm2"), **weights}.items()
+        if label.endswith(", shots 16")
+    }
+    long, short = (
+        {method: seeds_of(own, (order,)) for method, own in runs.items() if (order, 0) in own}
+        for runs, order in ((nine, "order-09"), (one, "order-01"))
+    )
+    methods = sorted(set(long) & set(short), key=lambda method: -mean(long[method]))
+    assert len(methods) == 10
+
+    def lost(own: dict[tuple[str, int], dict], order: str) -> str:
+        found = [own[order, seed]["backward_transfer"] for seed in range(3)]
+        return "" if None in found else f"{100 * mean(found):.1f}"
+
+    assert between(page, "weights") == [
+        f"| `{m}` | {told(long[m])} | {lost(nine[m], 'order-09')} "
+        f"| {told(short[m])} | {lost(one[m], 'order-01')} |"
+        for m in methods
+    ]
+    best = "per-task-finetune"
+    far = [
+        mean(scores[best]) - mean(scores[other])
+        for scores, other in ((long, CONTROL), (long, "q-tuning-plus"), (short, CONTROL))
+    ]
+    said = "{:.1f} points above the control and {:.1f} above `q-tuning-plus` on order 9, {:.1f} above both on order 1"
+    assert said.format(*far) in words
+    assert mean(short[CONTROL]) == pytest.approx(mean(short["q-tuning-plus"]))
+    for scores, other in ((long, CONTROL), (long, "q-tuning-plus"), (short, CONTROL)):
+        assert all(a > b for a, b in zip(scores[best], scores[other], strict=True))
+
+    def ahead(task: str) -> float:
+        own, other = (
+            mean(nine[method]["order-09", seed]["tasks"][task]["score"] for seed in range(3))
+            for method in (best, "q-tuning-plus")
+        )
+        return 100 * (own - other)
+
+    assert f"`cb` ({ahead('cb'):.1f} points;" in words
+    assert 0.4 < ahead("cb") / 15 / far[1] < 0.6  # half of it
+    gains = [ahead(task) for task in ("qqp", "copa", "yelp", "amazon")]
+    assert f"gain {min(gains):.1f} to {max(gains):.1f} points" in words
+    assert f"`multirc` is {-ahead('multirc'):.1f} lower" in words
+    on_and_on = nine["continual-finetune"]
+    fell = [
+        100 * mean(on_and_on["order-09", seed]["tasks"]["cb"][key] for seed in range(3))
+        for key in ("when_learnt", "score")
+    ]
+    assert "`cb` falls from {:.0f} to {:.0f} %".format(*fell) in words
+    gone = [lost(nine["continual-finetune"], "order-09"), lost(one["continual-finetune"], "order-01")]  # fmt: skip
+    said = "forgets: {} points of the average on order 9 and {} on order 1"
+    assert said.format(*(each.removeprefix("-") for each in gone)) in words
+    kept = [m for m in methods if "prompt" in m or m.startswith("q-")]
+    below = {
+        (m, order)
+        for order, scores in (("order-09", long), ("order-01", short))
+        for m in kept
+        if mean(scores[m]) < mean(scores["continual-finetune"]) and m != "prompt-tuning"
+    }
+    assert below == {("prog-prompt", "order-09")}
+    joint = seeds_of(weights["multi-task"], ORDERS)
+    spread, each = told(joint).split(" | ")
+    assert f"the bound: {spread} on orders 8 to 10 ({each})" in words
+    same = [mean(seeds_of(nine[m], ORDERS)) for m in ("q-tuning-plus", CONTROL)]
+    assert "`q-tuning-plus` has {:.1f} and the control {:.1f}".format(*same) in words
+    assert mean(joint) - min(same) < 1
+    far = [mean(s[best]) - mean(s["multi-task"]) for s in (long, short)]
+    said = "{:.1f} below a model per task on order 9 (on all three seeds) and {:.1f} on order 1 (on two)"
+    assert said.format(*far) in words
+    claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
+
+    def cell(scores: list[float]) -> str:
+        return told(scores).split(" | ")[0]
+
+    whole = seed_means(nine["q-tuning"])
+    said = f"orders 8–10: {cell(whole)} against {cell(joint)}; `q-tuning-plus` on the same seeds {same[0]:.1f} |"
+    assert said in claims
+    said = (
+        f"{cell(long[best])} on order 9, where all at once has {cell(long['multi-task'])} "
+        f"and Q-tuning {mean(long['q-tuning']):.1f} |"
+    )
+    assert said in claims
+    lines = [
+        f"{cell(scores['continual-finetune'])}, {more}−{each.removeprefix('-')} ({order})"
+        for scores, each, more, order in (
+            (long, gone[0], "backward transfer ", "order 9"),
+            (short, gone[1], "", "order 1"),
+        )
+    ]
+    assert "; ".join(lines) in claims
+    far = f"{mean(short['q-tuning']):.1f} against {mean(short[best]):.1f}"
+    assert f"fine-tuning a model per task: no, on order 1 {far} |" in claims
+    spent = minutes([record for own in weights.values() for record in own.values()])
+    assert f"{spent:.1f} minutes for the 24 finished runs" in claims
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    figures = (
+        f"it ends at {mean(long['continual-finetune']):.1f} on order 9, {gone[0].removeprefix('-')} points of "
+        f"the average lost, and `q-tuning-plus` has {mean(long['q-tuning-plus']):.1f} there",
+        f"have {mean(joint):.1f} on the three orders, half a point above `q-tuning-plus`",
+        f"is best, {mean(long[best]):.1f} on order 9",
+    )
+    assert all(each in readme for each in figures)
+    assert 0.4 < mean(joint) - same[0] < 0.6
+
+
 PARTS = {
     "retention none": "without retention",
     "retention none, scale false, shared_length 0": "without all three: the queue alone",
@@ -715,38 +826,57 @@ def test_the_findings_on_encoders_are_those_of_the_records() -> None:
             assert all(a < b for a, b in zip(own["bge-small"], probe["bge-small"], strict=True))
 
 
-def test_the_short_sequence_on_an_encoder_is_that_of_the_records() -> None:
+def test_the_short_sequence_on_encoders_is_that_of_the_records() -> None:
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     words, claims = " ".join(page.split()), (ROOT / "REPRODUCIBILITY.md").read_text()
     orders = ("order-04", "order-05", "order-06", "order-07")
-    found = records_in("short-encoders", "minilm")
-    runs = {label.split(",")[0]: own for label, own in found.items()}
-    assert {len(own) for own in runs.values()} == {12}
-    seeds = {method: seeds_of(own, orders) for method, own in runs.items()}
-    in_order = sorted(seeds, key=lambda method: -mean(seeds[method]))
-    assert between(page, "short-encoders") == [
-        f"| `{method}` | {told(seeds[method])} | {mean(seeds_of(runs[method], orders[:1])):.1f} |"
-        for method in in_order
-    ]
-    for method, own in runs.items():
-        if method != "prompt-tuning":
+    runs, seeds, lost = {}, {}, []
+    for model in ("minilm", "bge-small"):
+        found = records_in("short-encoders", model)
+        runs[model] = {label.split(",")[0]: own for label, own in found.items()}
+        assert {len(own) for own in runs[model].values()} == {12}
+        seeds[model] = {method: seeds_of(own, orders) for method, own in runs[model].items()}
+        for method, own in runs[model].items():
+            if method == "prompt-tuning":
+                lost.append(-100 * mean(record["backward_transfer"] for record in own.values()))
+                continue
             assert {record["backward_transfer"] for record in own.values()} == {0}
             assert all(task["unchanged"] for r in own.values() for task in r["tasks"].values())
-    lost = mean(100 * record["backward_transfer"] for record in runs["prompt-tuning"].values())
-    assert f"loses {-lost:.1f} points" in words
-    prompts = [mean(own) for m, own in seeds.items() if m not in ("prompt-tuning", "linear-probe")]
-    assert f"within {max(prompts) - min(prompts):.1f} points of each other" in words
-    first = [mean(seeds_of(runs[m], orders[:1])) for m in in_order[:5]]
-    assert f"a prompt for every task have {min(first):.1f} to {max(first):.1f}" in words
-    cells = [f"{mean(seeds[m]):.1f} ± {stdev(seeds[m]):.1f}" for m in ("q-tuning", "prog-prompt")]
-    assert "orders 4–7: {}, ProgPrompt {}".format(*cells) in claims
-    (probe,) = records_in("short-encoders", "bge-small").values()
-    assert len(probe) == 12
-    spread, each = told(seeds_of(probe, orders)).split(" | ")
+    mini, bge = seeds["minilm"], seeds["bge-small"]
+    in_order = sorted(mini, key=lambda method: -mean(mini[method]))
+    first = {method: mean(seeds_of(runs["minilm"][method], orders[:1])) for method in in_order}
+    assert between(page, "short-encoders") == [
+        f"| `{method}` | {told(mini[method])} | {first[method]:.1f} | {told(bge[method])} |"
+        for method in in_order
+    ]
+    assert "loses {:.1f} points on MiniLM and {:.1f} on BGE-small".format(*lost) in words
+    prompts = in_order[:5]
+    assert not {"prompt-tuning", "linear-probe"} & set(prompts)
+    apart = {
+        model: max(mean(seeds[model][m]) for m in own) - min(mean(seeds[model][m]) for m in own)
+        for model, own in (("minilm", prompts), ("bge-small", prompts[1:]))
+    }
+    assert prompts[0] == "q-tuning"
+    assert {f"{each:.1f}" for each in apart.values()} == {"0.3"}
     assert (
-        f"Of BGE-small the linear probe alone has been run (on a CPU, torch 2.13, transformers 5.22): {spread} ({each})"
-        in words
+        "within 0.3 points of each other; on BGE-small, on which nothing was tuned, four" in words
     )
+    below = [mean(bge[other]) - mean(bge["q-tuning"]) for other in ("per-task-prompt", CONTROL)]
+    said = "Q-tuning is {:.1f} below `per-task-prompt` and {:.1f} below `per-task-prompt-long`, on all three seeds"
+    assert said.format(*below) in words
+    for other in ("per-task-prompt", CONTROL):
+        assert all(a < b for a, b in zip(bge["q-tuning"], bge[other], strict=True))
+    far = mean(mini["q-tuning"]) - mean(mini["linear-probe"])
+    assert f"The linear probe is {far:.1f} below Q-tuning on MiniLM" in words
+    kept = [first[method] for method in prompts]
+    assert f"a prompt for every task have {min(kept):.1f} to {max(kept):.1f}" in words
+    cells = [
+        f"{mean(own[m]):.1f} ± {stdev(own[m]):.1f}"
+        for own in (mini, bge)
+        for m in ("q-tuning", "prog-prompt")
+    ]
+    assert "orders 4–7: {}, ProgPrompt {}".format(*cells[:2]) in claims
+    assert "BGE-small: {}, ProgPrompt {}".format(*cells[2:]) in claims
 
 
 def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
@@ -876,13 +1006,19 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_records() -> None:
             (alone if method == "prog-prompt" else others).extend(own.values())
     said = "the rest of it ({} lanes) {:.1f} and ProgPrompt's three lanes {:.1f}"
     assert said.format(len(others), minutes(others), minutes(alone)) in claim
-    bge, short = (
+    bge, *short = (
         [r for label, own in found.items() if "linear-probe" not in label for r in own.values()]
-        for found in (records_in("long-encoders", "bge-small"), records_in("short-encoders"))
+        for found in (
+            records_in("long-encoders", "bge-small"),
+            records_in("short-encoders", "minilm"),
+            records_in("short-encoders", "bge-small"),
+        )
     )
     words = " ".join(claim.split())
     assert f"on BGE-small ({len(bge)} lanes) {minutes(bge):.1f}," in words
-    assert f"on MiniLM ({len(short)} lanes) {minutes(short):.1f}," in words
+    assert len(short[0]) == len(short[1])
+    both = f"{minutes(short[0]):.1f} and on BGE-small {minutes(short[1]):.1f},"
+    assert f"on MiniLM ({len(short[0])} lanes) {both}" in words
     costs = [record["costs"] for record in every]
     seconds = [cost["seconds"] for cost in costs[0]]
     assert all([cost["seconds"] for cost in each] == seconds for each in costs)  # a pack's

@@ -27,6 +27,7 @@ def tune(
     max_length: Annotated[
         int | None, typer.Option(help="Positions of prompt, text and answer; the model's, or 512.")
     ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A setting for all candidates.")
     ] = None,
@@ -63,6 +64,7 @@ def tune(
         method=method,
         model=model,
         max_length=max_length,
+        dtype=dtype,
         test_limit=test_limit,
         settings=chosen,
     ).resolved()

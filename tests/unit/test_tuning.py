@@ -16,7 +16,7 @@ from qtuning.errors import ConfigError
 from qtuning.presets import get_preset
 from qtuning.runs import RunConfig
 from qtuning.streams import get_stream
-from qtuning.tuning import candidates, tune, write_preset
+from qtuning.tuning import BUDGET, candidates, tune, write_preset
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -106,6 +106,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "2",
         "--max-length",
         "64",
+        "--dtype",
+        "bf16",
         "--set",
         "queue_size=2",
         "--set",
@@ -118,7 +120,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.output.count("prompt_lr") >= 6
     assert set(get_preset("p.yaml")) >= {"prompt_lr", "epochs", "shots", "queue_size"}
     records = [json.loads(f.read_text()) for f in Path("runs/tuning").rglob("result.json")]
-    assert [record["config"]["max_length"] for record in records] == [64] * 6
+    configs = [record["config"] for record in records]
+    assert [(config["max_length"], config["dtype"]) for config in configs] == [(64, "bf16")] * 6
 
 
 def test_a_preset_file_without_settings_is_refused(tmp_path: Path) -> None:
@@ -127,13 +130,19 @@ def test_a_preset_file_without_settings_is_refused(tmp_path: Path) -> None:
         get_preset(str(tmp_path / "odd.yaml"))
 
 
-def test_the_tuned_preset_has_the_best_candidate_of_every_method() -> None:
-    facts = json.loads((ROOT / "results" / "tuning-minilm.json").read_text())
-    base = get_preset("minilm")
-    assert get_preset("minilm-tuned", "mbpa++") == base  # not tuned
+@pytest.mark.parametrize(
+    ("file", "base", "tuned"),
+    [("minilm", "minilm", "minilm-tuned"), ("smollm2-weights", "smollm2", "smollm2")],
+)
+def test_the_tuned_preset_has_the_best_candidate_of_every_method(
+    file: str, base: str, tuned: str
+) -> None:
+    facts = json.loads((ROOT / "results" / f"tuning-{file}.json").read_text())
+    common = get_preset(base)
+    assert get_preset(tuned, "mbpa++") == common  # not tuned
     for method, tried in facts["methods"].items():
-        assert len(tried) == 6
+        assert len({str(each["settings"]) for each in tried}) == BUDGET
         best = max(tried, key=lambda each: mean(each["scores"]))
-        assert get_preset("minilm-tuned", method) == {**base, **best["settings"]}
-        config = RunConfig(stream="tuning", method=method, preset="minilm-tuned").resolved()
-        assert config.settings == {**base, **best["settings"]}
+        assert get_preset(tuned, method) == {**common, **best["settings"]}
+        config = RunConfig(stream="tuning", method=method, preset=tuned).resolved()
+        assert config.settings == {**common, **best["settings"]}
