@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,17 +35,21 @@ def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Ba
     """A backbone of its own, with weights that take gradients; still without dropout.
 
     Its weights are float32 (float64 in tests) whatever the backbone's are, or small steps would be rounded away; the
-    layers' products are in the backbone's number type.
+    layers' products are in the backbone's number type. Where layers are to be compiled, they are so for all lengths:
+    those of batches differ.
     """
     model = copy.deepcopy(backbone.model).to(backbone.lane_dtype)
     own = (kind or type(backbone))(
         model, backbone.tokenizer, backbone.name, backbone.max_length, backbone.readout
     )
-    if backbone.dtype != backbone.lane_dtype:
+    own.compile, own.for_all_lengths = backbone.compile, True
+    own.is_compiled = backbone.compile in ("on", "dynamic")
+    is_half = backbone.dtype != backbone.lane_dtype
+    if is_half or own.is_compiled:
         own.use_plain_layers()
-        for layer in repeated_layers(model):
-            in_type = torch.autocast(backbone.device.type, backbone.dtype)
-            layer.forward = in_type(layer.forward)
+    for layer in repeated_layers(model) if is_half else ():
+        in_type = torch.autocast(backbone.device.type, backbone.dtype)
+        layer.forward = in_type(layer.forward)
     own.is_frozen = False
     own.model.requires_grad_(True)
     return own
@@ -206,17 +211,14 @@ def fit_weights(
         places = torch.randperm(len(train), generator=order).tolist()
         for first in range(0, len(places), settings.batch_size):
             batch = places[first : first + settings.batch_size]
-            loss = train.loss(batch)
-            extra = hooks.penalty(batch)
-            optimiser.zero_grad()
-            (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
-            hooks.edit_gradients(trained)
-            if settings.clip > 0:
-                torch.nn.utils.clip_grad_norm_(trained, settings.clip)
-            optimiser.step()
-            step += 1
-            taken.append(loss.detach())
-            hooks.after_step(step, optimiser)
+            taken.append(_find_gradients(train, batch, hooks, optimiser))
+            with train.backbone.training_layers():
+                hooks.edit_gradients(trained)
+                if settings.clip > 0:
+                    torch.nn.utils.clip_grad_norm_(trained, settings.clip)
+                optimiser.step()
+                step += 1
+                hooks.after_step(step, optimiser)
         losses = torch.stack(taken).tolist()  # once an epoch: reading a number waits for the device
         for k, value in enumerate(losses):
             if not math.isfinite(value):
@@ -246,3 +248,27 @@ def fit_weights(
     if kept:
         facts |= {"validation_score": best[0], "validation_log_likelihood": best[1]}
     return facts
+
+
+def _find_gradients(
+    train: Examples, batch: Sequence[int], hooks: Hooks, optimiser: torch.optim.Optimizer
+) -> Tensor:
+    """The loss of a batch, after its backward pass; without compiled layers from now on where these fail."""
+    backbone = train.backbone
+    try:
+        with backbone.training_layers():
+            loss = train.loss(batch)
+            extra = hooks.penalty(batch)
+            optimiser.zero_grad()
+            (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+    except torch.OutOfMemoryError:
+        raise  # without compiling it would need more
+    except Exception as error:
+        if not backbone.is_compiled:
+            raise
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    # out here, so that nothing of the failed step stays in memory
+    warnings.warn(f"{backbone.name!r} is trained without compiling ({said}).", stacklevel=2)
+    backbone.is_compiled = False
+    return _find_gradients(train, batch, hooks, optimiser)

@@ -10,6 +10,8 @@ from qtuning.backbones import weights_sha256
 from qtuning.config import make_settings
 from qtuning.graphs import repeat
 from qtuning.lanes import lanes_that_fit
+from qtuning.tasks import Rows
+from qtuning.weights import make_examples, make_head, trainable_copy
 from tests.conftest import SMALL, make_model, make_task, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
 
@@ -77,6 +79,31 @@ def test_losses_in_bfloat16_agree_to_two_digits(kind: str) -> None:
     fast = train_steps(backbone, make_lanes(backbone), 5)
     for a, b in zip(eager, fast, strict=True):
         assert a == pytest.approx(b, rel=2e-2, abs=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5"])
+def test_gradients_of_weights_in_half_precision_compiled_as_eager(kind: str) -> None:
+    """Weights float32, products bfloat16: losses to two digits, gradients to a twentieth of their length."""
+    worker = trainable_copy(on_card(kind, torch.bfloat16))
+    task = make_task("task", rows=16)
+    labels = [task.label_names.index(label) for label in task.labels]
+    head = make_head(worker, 2, torch.Generator().manual_seed(0))
+    examples = make_examples(worker, task, Rows(task.texts, labels), head)
+    weights = list(worker.model.parameters())
+
+    def found(batch: range) -> tuple[torch.Tensor, torch.Tensor]:
+        with worker.training_layers():
+            loss = examples.loss(batch)
+        own = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
+        return loss.detach(), torch.cat([each.reshape(-1) for each in own])
+
+    batches = [range(i, i + 6) for i in (0, 7, 13)]  # of several lengths
+    eager = [found(batch) for batch in batches]
+    worker.is_compiled = True
+    for (loss, own), batch in zip(eager, batches, strict=True):
+        again, compiled = found(batch)
+        assert again.item() == pytest.approx(loss.item(), rel=2e-2)
+        assert (own - compiled).norm() < 0.05 * own.norm()
 
 
 def test_lanes_are_chosen_from_free_memory() -> None:

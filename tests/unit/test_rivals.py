@@ -22,7 +22,7 @@ from qtuning.methods.multitask import JointHooks
 from qtuning.methods.replaying import ReplayHooks, Together, choose_memory, project, recall
 from qtuning.pack import Pack
 from qtuning.seeding import numpy_generator
-from qtuning.snapshots import TaskCard, predict_log_probs
+from qtuning.snapshots import TaskCard, answering, predict_log_probs
 from qtuning.stream_loop import run_stream
 from qtuning.tasks import Rows
 from qtuning.weights import make_examples, make_head, read_weights, trainable_copy
@@ -133,6 +133,60 @@ def test_weights_of_a_half_precision_model_are_trained_in_full(kind: str) -> Non
     )
     assert set(read) == {torch.bfloat16}
     torch.testing.assert_close(found, full, rtol=0.05, atol=0.05)
+
+
+# ── compiled layers ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(k, "continual-finetune") for k in ("bert", "gpt2", "llama", "t5")]
+    + [("bert", n) for n in ("a-gem", "ewc", "multi-task", "replay", "mbpa++", "idbr")],
+)
+def test_weights_are_trained_compiled_as_eager(kind: str, name: str) -> None:
+    """float64: 1e-9, Llama 1e-6 (its norm rounds to float32), a layer's gradients as any other's."""
+    tasks = [make_task(f"task{i}", rows=8, seed=i) for i in range(2)]
+    found = []
+    for mode in ("off", "dynamic"):
+        backbone = make_backbone(kind, dtype=torch.float64)
+        backbone.compile = mode
+        method = method_for(backbone, name, weights_lr=1e-3, epochs=2, replay_every=1)
+        state = method.start(0)
+        for task in tasks:
+            state = method.learn(state, task, task.split(4))
+        assert method.worker.is_compiled == (mode == "dynamic")
+        answers = [
+            predict_log_probs(worker, snapshot, [task.texts[i] for i in places])
+            for task in tasks
+            for worker, snapshot, places in answering(backbone, state, task.name, task.texts[:3])
+        ]
+        found.append((state.weights, answers))
+    close = {"rtol": 0, "atol": 1e-6 if kind == "llama" else 1e-9}
+    for weight, n in ((w, n) for n, w in found[0][0].items() if not n.endswith("key.bias")):
+        torch.testing.assert_close(found[1][0][n], weight, **close)
+    torch.testing.assert_close(found[1][1], found[0][1], **close)
+
+
+def test_weights_that_cannot_be_trained_compiled_are_trained_without(bert, monkeypatch) -> None:
+    task = make_task("task", rows=8)
+    plain = method_for(bert, "continual-finetune", epochs=2)
+    expected = plain.learn(plain.start(0), task, task.split(4)).weights
+    original = type(bert).training_layers
+
+    def refuse(backbone):
+        if backbone.is_compiled:
+            raise RuntimeError("no compiler found\nand a long trace")
+        return original(backbone)
+
+    monkeypatch.setattr(type(bert), "training_layers", refuse)
+    bert.compile = "on"
+    method = method_for(bert, "continual-finetune", epochs=2)
+    with pytest.warns(
+        UserWarning, match=r"is trained without compiling \(RuntimeError: no compiler found\)"
+    ):
+        found = method.learn(method.start(0), task, task.split(4)).weights
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 # ── replay ───────────────────────────────────────────────────────────────────────────────────

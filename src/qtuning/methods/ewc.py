@@ -77,7 +77,10 @@ class EWC(ContinualFineTune):
         new = super().after(state, lesson, facts)
         train = lesson.train
         parameters = dict(self.worker.model.named_parameters())
-        found = fisher_diagonal(lambda i: train.loss([i]), len(train), list(parameters.values()))
+        with self.worker.training_layers():
+            found = fisher_diagonal(
+                lambda i: train.loss([i]), len(train), list(parameters.values())
+            )
         fisher = {
             name: gained.cpu() + state.extra[name] if state.extra else gained.cpu()
             for name, gained in zip(parameters, found, strict=True)

@@ -83,7 +83,8 @@ class MBPAState(WeightState):
                 torch._foreach_add_(own, steps, alpha=-rate)
 
         try:
-            repeat(step, self.settings.local_steps, self.worker.device)
+            with self.worker.training_layers():
+                repeat(step, self.settings.local_steps, self.worker.device)
             head = heads.get(name)
             yield model, replace(snapshot, head=head.detached()) if head else snapshot
         finally:
