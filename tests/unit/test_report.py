@@ -163,6 +163,10 @@ def test_methods_on_several_streams_come_first_in_the_page(runs: Path, tmp_path:
     assert re.search("<summary>two, .*model</summary>", page)
     assert re.search("<h3>mean of 2 streams, .*model</h3>", page)
     assert page.count("<details>") == page.count("</details>")
+    shutil.rmtree(tmp_path / "one" / "q-tuning")
+    shutil.rmtree(tmp_path / "two" / "per-task-prompt")
+    apart = render_page(gather([tmp_path]))
+    assert "<th>one</th><th>two</th></tr>" in apart  # no method has both, so there is no mean
 
 
 def test_lines_of_a_chart_can_be_told_apart() -> None:

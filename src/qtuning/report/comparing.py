@@ -23,6 +23,11 @@ class Overview:
     rows: tuple[tuple[str, tuple[Scores, ...], Scores], ...]
     """Method, its scores on each stream (empty where it was not run), and their means for the seeds of all streams."""
 
+    @property
+    def has_means(self) -> bool:
+        """Whether any method was run on all streams."""
+        return any(means for _, _, means in self.rows)
+
 
 @dataclass(frozen=True)
 class Comparison:
