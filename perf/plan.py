@@ -116,7 +116,7 @@ def plan(tables: Path = ROOT / "tables") -> dict[str, Any]:
 def to_markdown(found: Mapping[str, Any]) -> str:
     """The table of REPRODUCIBILITY.md."""
     keys = ("packs", "runs", "timed_runs", *COSTS)
-    titles = ("packs", "runs", "of them timed", "steps", "rows scored", "minutes", "alone")
+    titles = ("configs", "runs", "of them timed", "steps", "rows scored", "minutes", "alone")
     lines = [f"| table | {' | '.join(titles)} |", f"|---|{'---|' * len(keys)}"]
     for name, entry in found["tables"].items():
         cells = ["" if entry[key] is None else f"{entry[key]:,}" for key in keys]

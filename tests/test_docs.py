@@ -554,7 +554,7 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
         return "" if None in found else f"{100 * mean(found):.1f}"
 
     assert between(page, "weights") == [
-        f"| `{m}` | {told(long[m])} | {lost(nine[m], 'order-09')} "
+        f"| `{m}`{' (control)' if m == CONTROL else ''} | {told(long[m])} | {lost(nine[m], 'order-09')} "
         f"| {told(short[m])} | {lost(one[m], 'order-01')} |"
         for m in methods
     ]
@@ -563,7 +563,10 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
         mean(scores[best]) - mean(scores[other])
         for scores, other in ((long, CONTROL), (long, "q-tuning-plus"), (short, CONTROL))
     ]
-    said = "{:.1f} points above the control and {:.1f} above `q-tuning-plus` on order 9, {:.1f} above both on order 1"
+    said = (
+        "{:.1f} points above the control (`per-task-prompt-long`) and {:.1f} above `q-tuning-plus` on order 9, "
+        "{:.1f} above both on order 1"
+    )
     assert said.format(*far) in words
     assert mean(short[CONTROL]) == pytest.approx(mean(short["q-tuning-plus"]))
     for scores, other in ((long, CONTROL), (long, "q-tuning-plus"), (short, CONTROL)):
@@ -576,7 +579,27 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
         )
         return 100 * (own - other)
 
-    assert f"`cb` ({ahead('cb'):.1f} points;" in words
+    assert f"`cb` ({ahead('cb'):.1f} points)" in words
+    parts = [
+        100 * (mean(own[:3]) - mean(own[3:]))
+        for part in ("accuracy", "macro-f1")
+        for own in [
+            [
+                nine[m]["order-09", s]["tasks"]["cb"]["metrics"][part]
+                for m in (best, "q-tuning-plus")
+                for s in range(3)
+            ]
+        ]
+    ]
+    assert "accuracy (+{:.1f}) and macro-F1 (+{:.1f})".format(*parts) in words
+    rows = nine[best]["order-09", 0]["tasks"]
+    assert [rows["cb"]["split"][part] for part in ("train", "test")] == [250, 28]
+    assert f"with {rows['copa']['split']['test']} test texts" in words
+    copa = mean(nine[best]["order-09", seed]["tasks"]["copa"]["score"] for seed in range(3))
+    assert copa == pytest.approx(rows["copa"]["majority"])
+    assert (
+        f"without it the difference is {(far[1] - ahead('cb') / 15) * 15 / 14:.1f} points" in words
+    )
     assert 0.4 < ahead("cb") / 15 / far[1] < 0.6  # half of it
     gains = [ahead(task) for task in ("qqp", "copa", "yelp", "amazon")]
     assert f"gain {min(gains):.1f} to {max(gains):.1f} points" in words
@@ -588,8 +611,20 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
     ]
     assert "`cb` falls from {:.0f} to {:.0f} %".format(*fell) in words
     gone = [lost(nine["continual-finetune"], "order-09"), lost(one["continual-finetune"], "order-01")]  # fmt: skip
-    said = "forgets: {} points of the average on order 9 and {} on order 1"
+    said = "lose {} points each on average on order 9 and {} on order 1"
     assert said.format(*(each.removeprefix("-") for each in gone)) in words
+    falls = [
+        (
+            100 * mean(t["when_learnt"] for s in range(3) for t in own[order, s]["tasks"].values()),
+            mean(scores["continual-finetune"]),
+        )
+        for own, order, scores in (
+            (on_and_on, "order-09", long),
+            (one["continual-finetune"], "order-01", short),
+        )
+    ]
+    said = "falls from {:.1f} to {:.1f}, and from {:.1f} to {:.1f})"
+    assert said.format(*falls[0], *falls[1]) in words
     kept = [m for m in methods if "prompt" in m or m.startswith("q-")]
     below = {
         (m, order)
@@ -600,7 +635,7 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
     assert below == {("prog-prompt", "order-09")}
     joint = seeds_of(weights["multi-task"], ORDERS)
     spread, each = told(joint).split(" | ")
-    assert f"the bound: {spread} on orders 8 to 10 ({each})" in words
+    assert f"All tasks at once: {spread} on orders 8 to 10 ({each})" in words
     same = [mean(seeds_of(nine[m], ORDERS)) for m in ("q-tuning-plus", CONTROL)]
     assert "`q-tuning-plus` has {:.1f} and the control {:.1f}".format(*same) in words
     assert mean(joint) - min(same) < 1
@@ -634,8 +669,8 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
     assert f"{spent:.1f} minutes for the 24 finished runs" in claims
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     figures = (
-        f"it ends at {mean(long['continual-finetune']):.1f} on order 9, {gone[0].removeprefix('-')} points of "
-        f"the average lost, and `q-tuning-plus` has {mean(long['q-tuning-plus']):.1f} there",
+        f"it ends at {falls[0][1]:.1f} on order 9, {falls[0][0] - falls[0][1]:.1f} points below what the tasks "
+        f"had when learnt, and `q-tuning-plus` has {mean(long['q-tuning-plus']):.1f} there",
         f"have {mean(joint):.1f} on the three orders, half a point above `q-tuning-plus`",
         f"is best, {mean(long[best]):.1f} on order 9",
     )

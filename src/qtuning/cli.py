@@ -142,6 +142,9 @@ def learn(
     dtype: Annotated[
         str | None, typer.Option(help="fp32 (default) or bf16, for a new collection.")
     ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Settings of a new collection; see `qtuning ls presets`.")
+    ] = None,
     readout: Annotated[
         str | None,
         typer.Option(help="Of a new collection on an encoder: mean (default), cls or peft."),
@@ -162,6 +165,8 @@ def learn(
     `qtuning learn support refunds.csv --model minilm --set queue_size=5`
 
     `qtuning learn support tone.jsonl --text message --label verdict`
+
+    `qtuning learn support tone.jsonl --model smollm2-135m --preset smollm2 --method q-tuning-plus`
     """
     from qtuning.collection import MANIFEST, check_target
     from qtuning.config import make_settings
@@ -170,7 +175,7 @@ def learn(
 
     task = read_task(file, name, text=text, text_b=text_b, label=label, split=split)
     given: dict[str, Any] = {
-        "model": model, "method": method, "seed": seed, "dtype": dtype, "readout": readout
+        "model": model, "method": method, "seed": seed, "dtype": dtype, "readout": readout, "preset": preset
     }  # fmt: skip
     given = {key: value for key, value in given.items() if value is not None}
     chosen = parse_settings(settings or [])

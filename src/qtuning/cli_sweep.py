@@ -180,7 +180,12 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
             table.add_section()
     console.print(table)
     runs = sum(len(pack.runs) for pack in packs)
-    console.print(f"{len(packs)} packs, {runs} runs, {there} of them finished", highlight=False)
+    said = f"{_packs(len(packs))}, {runs} runs, {there} of them finished"
+    console.print(said, highlight=False)
+
+
+def _packs(count: int) -> str:
+    return "1 pack" if count == 1 else f"{count} packs"
 
 
 class _Bar:
@@ -228,7 +233,7 @@ def _print_outcomes(found: Sequence[Outcome], output: Path) -> None:
         console.print(table)
     for each in failed:
         typer.echo(f"failed: {each.pack.name}: {each.error}")
-    typer.echo(f"{len(finished)} packs finished, {len(failed)} failed")
+    typer.echo(f"{_packs(len(finished))} finished, {len(failed)} failed")
     if failed:
         typer.echo("the same command again tries the failed ones only")
     if finished:

@@ -31,6 +31,7 @@ from qtuning.keys import Found, learn_key, with_key
 from qtuning.lanes import Report, fit_lanes
 from qtuning.methods import make_method
 from qtuning.predictor import Answer, Predictor, check_texts, make_predictor
+from qtuning.presets import get_preset
 from qtuning.progress import LearningBar
 from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots
 from qtuning.tasks import SPLIT_NAMES, Rows, Split, Task, Text
@@ -50,6 +51,7 @@ class QTuner:
         device: `cpu`, `cuda`, …
         readout: What an encoder's head reads, `mean` or `cls`; `peft` is the layout that PEFT can take.
         max_length: Positions of prompt, text and answer together.
+        preset: Settings under a name, such as `smollm2`, or a YAML file of `qtuning tune`; `settings` override it.
         **settings: Any field of `MethodSettings` or `TrainSettings`, e.g. `queue_size=5`.
 
     Example:
@@ -68,8 +70,10 @@ class QTuner:
         device: str | None = None,
         readout: str = "mean",
         max_length: int | None = None,
+        preset: str | None = None,
         **settings: Any,
     ):
+        settings = {**(get_preset(preset, method) if preset else {}), **settings}
         make_settings(**settings)  # refuse a wrong setting before the model is loaded
         if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
             raise ConfigError(f"seed must be int, got {seed!r}.")

@@ -301,6 +301,7 @@ def test_a_task_name_cannot_leave_its_folder(case: str, refused_new: Refused, go
 
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown-dtype": (("--dtype", "fp8"), ("'fp8'", "Known: bf16")),
+    "unknown-preset": (("--preset", "smollm"), ("'smollm'", "smollm2")),
     "unknown-device": (("--device", "gpu"), ("'gpu'", "Use device 'cpu'")),
     "device-without-numbers": (("--device", "meta"), ("'meta'", "Use device 'cpu'")),
     "device-without-its-package": (("--device", "hpu"), ("'hpu'", "Use device 'cpu'")),
@@ -570,6 +571,7 @@ def test_a_task_cannot_be_learnt_twice_by_accident(
         "dtype": ("--dtype", "bf16"),
         "seed": ("--seed", "5"),
         "readout": ("--readout", "peft"),
+        "preset": ("--preset", "smollm2"),
     }
 )
 def test_an_option_of_new_collections_is_refused_for_an_existing_one(

@@ -10,6 +10,7 @@ import pytest
 
 from qtuning import __version__
 from qtuning.cli import KINDS, main
+from qtuning.presets import get_preset
 from tests.conftest import make_model, make_task, make_tokenizer
 
 SETTINGS = ["prompt_length=2", "shared_length=2", "queue_size=2", "epochs=1", "shots=4"]
@@ -41,6 +42,19 @@ def write_csv(path: Path, name: str = "a") -> Path:
     lines = [f"{text},{label}" for text, label in zip(task.texts, task.labels, strict=True)]
     path.write_text("text,label\n" + "\n".join(lines) + "\n")
     return path
+
+
+def test_a_preset_gives_a_new_collection_its_settings(run, model_folder: Path, tmp_path) -> None:
+    own = ["--set", "epochs=1", "--set", "queue_size=2", "--set", "prompt_length=2"]
+    run(
+        "learn", tmp_path / "c", write_csv(tmp_path / "a.csv"), "--model", model_folder,
+        "--preset", "minilm-tuned", "--method", "per-task-prompt", *own,
+    )  # fmt: skip
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_text())
+    expected = {**get_preset("minilm-tuned", "per-task-prompt"), "epochs": 1, "queue_size": 2}
+    expected["prompt_length"] = 2
+    assert expected["prompt_lr"] == 0.03  # that method's own
+    assert {name: manifest["settings"][name] for name in expected} == expected
 
 
 def test_learn_predict_show(run, model_folder: Path, tmp_path: Path) -> None:

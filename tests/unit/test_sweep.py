@@ -296,7 +296,7 @@ def test_the_command_tells_of_a_failed_pack(place: Place, command: Any) -> None:
     )
     assert code == 1
     assert "failed: q-tuning · two · absent" in said
-    assert "1 packs finished, 1 failed" in said
+    assert "1 pack finished, 1 failed" in said
 
 
 def test_the_command_takes_a_file_and_flags_override_it(place: Place, command: Any) -> None:
