@@ -69,6 +69,7 @@ speed-gpu: setup                 ## the same on a CUDA card, T5-large geometry a
 	$(BIN)/python perf/speed.py --geometry t5-large --captured 1 8 16 48 --compiled 1 16 48
 	$(BIN)/python perf/speed.py --geometry smollm2-135m --captured 1 16 48 --compiled 1 48
 	$(BIN)/python perf/attention.py
+	$(BIN)/python perf/weights.py
 	$(BIN)/python perf/picture.py
 	$(BIN)/python perf/summary.py
 
