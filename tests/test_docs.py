@@ -1363,7 +1363,7 @@ def test_the_figures_of_training_weights_are_those_of_the_measurements() -> None
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     found = json.loads((ROOT / "perf" / "results" / "weights-minilm-cpu.json").read_text())
     step, size = found["median_ms"], found["texts"]["mean positions"]
-    said = f"about {size:.0f} positions, two threads: {step['float32']:.0f} ms a step in float32, {step['bf16']:.0f} with"
+    said = f"{size:.0f} positions, two threads: {step['float32']:.0f} ms a step in float32, {step['bf16']:.0f} with"
     assert said in page
     assert step["compiled"] > 0.95 * step["bf16"]
     assert found["versions"]["threads"] == 2
