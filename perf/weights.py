@@ -1,7 +1,7 @@
 """A step that trains all weights of a model: in float32, with products in bf16, and with its layers compiled.
 
-The ways take turns in one process: 8 texts a step, each a starter text repeated to so many words. In bf16 the layers see
-rounded weights, so a small learning rate shows in the losses some steps later.
+The ways take turns in one process: 8 texts a step, each a starter text repeated to so many words. In bf16 the layers
+see rounded weights, so a small learning rate shows in the losses some steps later.
 
 Run: python perf/weights.py                                    (a CUDA card)
      python perf/weights.py --model minilm --device cpu --steps 4 --words 40
