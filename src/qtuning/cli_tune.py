@@ -50,12 +50,12 @@ def tune(
         `qtuning run --stream demo --method ewc --preset ewc.yaml`
     """
     from qtuning.backbones import load_backbone
-    from qtuning.presets import get_preset
     from qtuning.runs import RunConfig
-    from qtuning.tuning import Tried, write_preset
+    from qtuning.tuning import Tried, start_of, write_preset
     from qtuning.tuning import tune as run_tune
 
-    chosen = {**(get_preset(preset) if preset else {}), **parse_settings(settings or [])}
+    start = start_of(preset, method) if preset else {}
+    chosen = {**start, **parse_settings(settings or [])}
     if shots is not None:
         chosen["shots"] = shots
     names, numbers = streams.replace(",", " ").split(), parse_seeds(seeds)

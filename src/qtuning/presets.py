@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,17 @@ def list_presets() -> dict[str, dict[str, Any]]:
     return raw
 
 
-def get_preset(name: str, method: str = "") -> dict[str, Any]:
+def get_preset(name: str | PathLike[str], method: str = "") -> dict[str, Any]:
     """A method's settings in a preset of the catalog, or in a YAML file such as `qtuning tune` writes."""
+    name = str(name)
     if name.endswith((".yaml", ".yml")):
-        raw = read_yaml(Path(name))
-        if not isinstance(raw.get("settings"), dict):
+        entry = read_yaml(Path(name))
+        if not isinstance(entry.get("settings"), dict):
             raise ConfigError(f"{name}: the key 'settings' is missing; it holds the settings.")
-        make_settings(**raw["settings"])
-        return dict(raw["settings"])
-    known = list_presets()
-    if name not in known:
-        raise ConfigError(unknown("preset", name, known))
-    own = known[name].get("methods", {}).get(method, {})
-    return {**known[name]["settings"], **own}
+    elif name in list_presets():
+        entry = list_presets()[name]
+    else:
+        raise ConfigError(unknown("preset", name, list_presets()))
+    settings = {**entry["settings"], **entry.get("methods", {}).get(method, {})}
+    make_settings(**settings)
+    return settings

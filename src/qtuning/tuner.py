@@ -70,7 +70,7 @@ class QTuner:
         device: str | None = None,
         readout: str = "mean",
         max_length: int | None = None,
-        preset: str | None = None,
+        preset: str | PathLike[str] | None = None,
         **settings: Any,
     ):
         settings = {**(get_preset(preset, method) if preset else {}), **settings}

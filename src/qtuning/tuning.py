@@ -17,9 +17,10 @@ from typing import Any
 import yaml
 
 from qtuning.config import make_settings, settings_dict
-from qtuning.errors import ConfigError
+from qtuning.errors import ConfigError, unknown
 from qtuning.files import write_atomic
 from qtuning.methods import list_methods
+from qtuning.presets import get_preset
 from qtuning.runs import RunConfig, run
 from qtuning.streams import get_stream, list_tasks
 
@@ -59,6 +60,20 @@ def candidates(method: str, family: str, base: Mapping[str, Any]) -> list[dict[s
                     own["most_steps"] = round(start["most_steps"] * factor)
         found.append(own)
     return found
+
+
+def start_of(preset: str, method: str) -> dict[str, Any]:
+    """What the grid starts from: a method's settings in a preset, but those that are tuned as all methods have them."""
+    if method not in list_methods():
+        raise ConfigError(unknown("method", method, list_methods()))
+    tuned = {name for names in list_methods()[method].grid for name in names.split("+")}
+    if "epochs" in tuned:
+        tuned.add("most_steps")
+    own, common = get_preset(preset, method), get_preset(preset)
+    return {
+        **{name: value for name, value in own.items() if name not in tuned},
+        **{name: common[name] for name in tuned & common.keys()},
+    }
 
 
 def tune(

@@ -11,10 +11,12 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from qtuning.backbones import AnswerSet, Backbone, Head, Row, Tokens
 from qtuning.backbones.compiled import repeated_layers
@@ -29,30 +31,42 @@ from qtuning.tasks import Rows, Task
 
 Groups = Sequence[tuple[Sequence[Tensor], float]]
 """Tensors to be trained, with learning rates."""
+COMPILED = ("on", "dynamic")
+"""Ways of compiling that do not wait for times; weights are trained as they are otherwise."""
 
 
 def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Backbone:
     """A backbone of its own, with weights that take gradients; still without dropout.
 
     Its weights are float32 (float64 in tests) whatever the backbone's are, or small steps would be rounded away; the
-    layers' products are in the backbone's number type. Where layers are to be compiled, they are so for all lengths:
-    those of batches differ.
+    layers' products are in the backbone's number type. If its layers will be compiled, then for all lengths: those of
+    batches differ.
     """
     model = copy.deepcopy(backbone.model).to(backbone.lane_dtype)
     own = (kind or type(backbone))(
         model, backbone.tokenizer, backbone.name, backbone.max_length, backbone.readout
     )
     own.compile, own.for_all_lengths = backbone.compile, True
-    own.is_compiled = backbone.compile in ("on", "dynamic")
     is_half = backbone.dtype != backbone.lane_dtype
-    if is_half or own.is_compiled:
+    if is_half or own.compile in COMPILED:
         own.use_plain_layers()
     for layer in repeated_layers(model) if is_half else ():
-        in_type = torch.autocast(backbone.device.type, backbone.dtype)
-        layer.forward = in_type(layer.forward)
+        its: Any = type(layer)
+        layer.__class__ = _with_products(its, backbone.device.type, backbone.dtype)
     own.is_frozen = False
     own.model.requires_grad_(True)
     return own
+
+
+@cache
+def _with_products(kind: Any, device: str, dtype: torch.dtype) -> Any:
+    """Layers of the same kind whose products are in that number type."""
+
+    def forward(layer: Module, *args: Any, **options: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return kind.forward(layer, *args, **options)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 def read_weights(backbone: Backbone) -> dict[str, Tensor]:
@@ -204,6 +218,7 @@ def fit_weights(
         fused=True,  # one pass over the weights instead of many
     )
     trained = [tensor for tensors, _ in groups for tensor in tensors]
+    _settle_compiling(train, settings.batch_size)
     best, kept, best_epoch, latest, step = (-math.inf, -math.inf), None, 0, None, 0
     epochs = settings.epochs_of(len(train))
     for epoch in range(1, epochs + 1):
@@ -211,13 +226,17 @@ def fit_weights(
         places = torch.randperm(len(train), generator=order).tolist()
         for first in range(0, len(places), settings.batch_size):
             batch = places[first : first + settings.batch_size]
-            taken.append(_find_gradients(train, batch, hooks, optimiser))
             with train.backbone.training_layers():
+                loss = train.loss(batch)
+                extra = hooks.penalty(batch)
+                optimiser.zero_grad()
+                (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
                 hooks.edit_gradients(trained)
                 if settings.clip > 0:
                     torch.nn.utils.clip_grad_norm_(trained, settings.clip)
                 optimiser.step()
                 step += 1
+                taken.append(loss.detach())
                 hooks.after_step(step, optimiser)
         losses = torch.stack(taken).tolist()  # once an epoch: reading a number waits for the device
         for k, value in enumerate(losses):
@@ -250,25 +269,19 @@ def fit_weights(
     return facts
 
 
-def _find_gradients(
-    train: Examples, batch: Sequence[int], hooks: Hooks, optimiser: torch.optim.Optimizer
-) -> Tensor:
-    """The loss of a batch, after its backward pass; without compiled layers from now on where these fail."""
+def _settle_compiling(train: Examples, batch_size: int) -> None:
+    """Compile the layers of a trainable copy where that is wanted, by a pass that changes nothing; or go on without."""
     backbone = train.backbone
+    if backbone.is_frozen or backbone.is_compiled or backbone.compile not in COMPILED:
+        return
+    backbone.is_compiled = True
     try:
         with backbone.training_layers():
-            loss = train.loss(batch)
-            extra = hooks.penalty(batch)
-            optimiser.zero_grad()
-            (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+            loss = train.loss(range(min(batch_size, len(train))))
+            torch.autograd.grad(loss, list(backbone.model.parameters()), allow_unused=True)
     except torch.OutOfMemoryError:
         raise  # without compiling it would need more
     except Exception as error:
-        if not backbone.is_compiled:
-            raise
         said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    # out here, so that nothing of the failed step stays in memory
-    warnings.warn(f"{backbone.name!r} is trained without compiling ({said}).", stacklevel=2)
-    backbone.is_compiled = False
-    return _find_gradients(train, batch, hooks, optimiser)
+        backbone.is_compiled, backbone.compile = False, "off"
+        warnings.warn(f"{backbone.name!r} is trained without compiling ({said}).", stacklevel=2)

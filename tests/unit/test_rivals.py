@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -168,25 +169,50 @@ def test_weights_are_trained_compiled_as_eager(kind: str, name: str) -> None:
     torch.testing.assert_close(found[1][1], found[0][1], **close)
 
 
-def test_weights_that_cannot_be_trained_compiled_are_trained_without(bert, monkeypatch) -> None:
-    task = make_task("task", rows=8)
-    plain = method_for(bert, "continual-finetune", epochs=2)
-    expected = plain.learn(plain.start(0), task, task.split(4)).weights
-    original = type(bert).training_layers
+@pytest.mark.parametrize("name", ["continual-finetune", "multi-task", "idbr", "ewc"])
+def test_weights_that_cannot_be_trained_compiled_are_trained_without(
+    bert, monkeypatch, name: str
+) -> None:
+    """The backward pass of compiled layers fails; nothing was drawn, moved or kept by then."""
+    tasks = [make_task(f"task{i}", rows=8, seed=i) for i in range(2)]
+    grad, refused = torch.autograd.grad, []
 
-    def refuse(backbone):
-        if backbone.is_compiled:
+    def refuse(*args, **options):
+        if refused and refused[-1].is_compiled:
             raise RuntimeError("no compiler found\nand a long trace")
-        return original(backbone)
+        return grad(*args, **options)
 
-    monkeypatch.setattr(type(bert), "training_layers", refuse)
-    bert.compile = "on"
-    method = method_for(bert, "continual-finetune", epochs=2)
-    with pytest.warns(
-        UserWarning, match=r"is trained without compiling \(RuntimeError: no compiler found\)"
-    ):
-        found = method.learn(method.start(0), task, task.split(4)).weights
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    def layers(backbone):
+        refused.append(backbone)
+        return nullcontext()
+
+    found = []
+    for mode in ("off", "on"):
+        bert.compile = mode
+        method = method_for(bert, name, epochs=2)
+        state = method.start(0)
+        if mode == "on":
+            monkeypatch.setattr(type(method.worker), "training_layers", layers)
+            monkeypatch.setattr(torch.autograd, "grad", refuse)
+            with pytest.warns(
+                UserWarning, match=r"trained without compiling \(RuntimeError: no compiler found\)"
+            ):
+                state = method.learn(state, tasks[0], tasks[0].split(4))
+            assert not method.worker.is_compiled
+        else:
+            state = method.learn(state, tasks[0], tasks[0].split(4))
+        found.append(method.learn(state, tasks[1], tasks[1].split(4)).weights)
+    assert all(torch.equal(found[1][n], weight) for n, weight in found[0].items())
+
+
+def test_a_copy_of_a_half_precision_model_has_layers_of_its_own() -> None:
+    worker = trainable_copy(make_backbone("bert", dtype=torch.bfloat16))
+    twin = worker.twin()
+    layer = twin.model.get_submodule(PRODUCT["bert"])
+    seen: list[torch.dtype] = []
+    layer.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
+    read_features(twin, ["good soup"])
+    assert seen == [torch.bfloat16]
 
 
 # ── replay ───────────────────────────────────────────────────────────────────────────────────

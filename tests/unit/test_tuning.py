@@ -16,7 +16,7 @@ from qtuning.errors import ConfigError
 from qtuning.presets import get_preset
 from qtuning.runs import RunConfig
 from qtuning.streams import get_stream
-from qtuning.tuning import BUDGET, candidates, tune, write_preset
+from qtuning.tuning import BUDGET, candidates, start_of, tune, write_preset
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -122,6 +122,23 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [json.loads(f.read_text()) for f in Path("runs/tuning").rglob("result.json")]
     configs = [record["config"] for record in records]
     assert [(config["max_length"], config["dtype"]) for config in configs] == [(64, "bf16")] * 6
+
+
+def test_a_grid_starts_from_what_a_method_has_in_a_preset() -> None:
+    """But not from what was tuned before, or the grid would move with every round."""
+    assert start_of("smollm2", "q-tuning-plus") == get_preset("smollm2", "q-tuning-plus")
+    assert start_of("smollm2", "q-tuning-plus")["warm_start"] == "answers"
+    assert start_of("smollm2", "multi-task") == get_preset("smollm2")
+    assert start_of("minilm-tuned", "q-tuning") == get_preset("minilm")
+    with pytest.raises(ConfigError, match=r"Unknown method 'ewcc'.*ewc"):
+        start_of("smollm2", "ewcc")
+
+
+def test_a_preset_file_may_have_settings_for_single_methods(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("settings: {epochs: 3}\nmethods: {ewc: {epochs: 5}}\n")
+    assert get_preset(file) == {"epochs": 3}
+    assert get_preset(file, "ewc") == {"epochs": 5}
 
 
 def test_a_preset_file_without_settings_is_refused(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ class Backbone:
 
     @property
     def takes_branches(self) -> bool:
-        """Whether a text with several paths is read once: always, where answers stand in a sequence of their own."""
+        """Whether a text with several paths takes the room of one."""
         return not self.answer_follows_text
 
     # ── the model's facts ────────────────────────────────────────────────────────────────────

@@ -54,6 +54,11 @@ class Seq2SeqBackbone(VocabularyBackbone):
             return self.t5.compiled()
         return super().training_layers()
 
+    @property
+    def takes_branches(self) -> bool:
+        """T5's own layers do; the model's read the encoder's states once for every path."""
+        return self.t5 is not None
+
     def use_plain_layers(self) -> None:
         """T5's too."""
         self.t5 = None

@@ -131,6 +131,7 @@ class LFPT5:
         self.longest = min(WRITTEN_TOKENS, (backbone.max_length - self.rows) // 2)
         self.view = copy.copy(backbone)
         self.view.prompt_at = AFTER_TEXT
+        self.view.is_compiled = False  # whatever another method on the same backbone has decided
 
     def start(self, seed: int) -> LFPT5State:
         """No prompt yet: the first task's label words begin it."""
