@@ -10,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qtuning import cli
 from qtuning.errors import RecordError
+from qtuning.records import memory
 from qtuning.report.charts import line_chart
 from qtuning.report.comparing import compare, overviews, squares
 from qtuning.report.export import to_csv, to_latex, to_markdown
@@ -302,6 +305,17 @@ def test_a_changed_setting_is_another_folder(tmp_path: Path) -> None:
     second = RunConfig("demo", settings={"epochs": 2}).resolved()
     assert run_folder(tmp_path, first, 0) != run_folder(tmp_path, second, 0)
     assert run_folder(tmp_path, first, 0).parent == tmp_path / "demo" / "q-tuning"
+
+
+def test_tensors_without_memory_are_not_counted(recwarn: pytest.WarningsRecorder) -> None:
+    """Compiling leaves such behind, and they warn when asked where they lie."""
+    before = memory()["live_tensor_bytes"]
+    with FakeTensorMode():
+        traced = torch.ones(1000, 1000)
+    real = torch.ones(10, 10)
+    assert memory()["live_tensor_bytes"] - before == real.nbytes
+    assert traced.shape == (1000, 1000)
+    assert not [each for each in recwarn if "FakeTensor" in str(each.message)]
 
 
 def test_memory_does_not_grow_with_finished_tasks(runs: Path, tmp_path: Path) -> None:
