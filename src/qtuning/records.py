@@ -5,6 +5,7 @@
       events.jsonl                one line per checkpoint, mostly of an epoch, and per task
       state/<n>.safetensors       what continuing needs
       tasks/<name>.safetensors    snapshot, scores and raw prompt of each finished task
+      weights/<name>.safetensors  the task's whole model, of a method that keeps one
       result.json                 when it is finished
     runs/<stream>/<method>/pack-<hash>.json   which n is committed, for all runs of the pack at once (of several
                                               streams: with the first)
@@ -27,6 +28,7 @@ import warnings
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,9 @@ class DiskSnapshots(dict[str, Snapshot]):
         if name not in self.names:
             raise KeyError(name)
         tensors, facts = read_tensors(self.folder / f"{name}.safetensors")
-        return Snapshot.from_tensors(facts["card"], tensors, facts["facts"])
+        snapshot = Snapshot.from_tensors(facts["card"], tensors, facts["facts"])
+        weights = _weights_file(self.folder, name)
+        return replace(snapshot, weights=DiskWeights(weights)) if weights.exists() else snapshot
 
     def copy(self) -> DiskSnapshots:
         """The same, to which a new snapshot can be added."""
@@ -86,6 +90,32 @@ class DiskSnapshots(dict[str, Snapshot]):
     def items(self) -> Any:
         """Read one by one."""
         return ItemsView(self)
+
+
+class DiskWeights(Mapping[str, Tensor]):
+    """A model's weights that lie in a run's folder, read when the first of them is asked for: most ask for none."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.path)[0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        with safe_open(self.path, framework="pt") as stream:
+            return len(stream.keys())
+
+
+def _weights_file(tasks: Path, name: str) -> Path:
+    """Beside the folder of tasks, because these are read often and weights are large."""
+    return tasks.parent / "weights" / f"{name}.safetensors"
 
 
 def pack_file(folders: Sequence[Path], tasks: int, homes: Sequence[Path]) -> Path:
@@ -222,7 +252,10 @@ def _put_on_disk(run: StreamRun, folder: Path) -> None:
     """The latest task's snapshot and scores, which are read from there from now on."""
     task = run.tasks[run.done - 1]
     snapshot = run.state.snapshots[task]
-    tensors = {**snapshot.tensors(), "scores": run.when_learnt[task]}
+    if snapshot.weights:
+        write_tensors(_weights_file(folder / "tasks", task), snapshot.weights, {})
+    light = replace(snapshot, weights={})
+    tensors = {**light.tensors(), "scores": run.when_learnt[task]}
     if hasattr(run.state, "queue"):
         queue = run.state.queue
         tensors |= {

@@ -267,12 +267,11 @@ def _measure_last(
     count = len(orders[0])
     # runs share most test rows, so they are read once
     features = lru_cache(REMEMBERED)(lambda texts: read_features(backbone, texts))
-    finders = {}
-    for run in runs:
-        # each is read from disk once, and its weights are not kept: a method may have a whole model for every task
-        light = {name: replace(own, weights={}) for name, own in run.state.snapshots.items()}
-        for is_pair in (False, True):
-            finders[id(run), is_pair] = Finder(keys_of(light, is_pair))
+    finders = {
+        (id(run), is_pair): Finder(keys_of(run.state.snapshots, is_pair))
+        for run in runs
+        for is_pair in (False, True)
+    }
     for j in range(count):
         cells: list[Cell] = [
             (run, j, tasks[j], run.splits[tasks[j].name].test)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from qtuning import records
 from qtuning.runs import RunConfig, run
 from qtuning.stream_loop import StreamRun
 from qtuning.tasks import Task
@@ -149,7 +150,7 @@ def test_nothing_finished_is_done_again(place: Path) -> None:
     assert tasks == list(STREAM)
 
 
-@pytest.mark.parametrize("method", ["replay", "multi-task"])
+@pytest.mark.parametrize("method", ["replay", "multi-task", "per-task-finetune"])
 def test_methods_that_train_weights_go_on_where_they_stopped(place: Path, method: str) -> None:
     """With what they keep of earlier tasks: texts, heads, and weights if there are any yet."""
     settings = dict(pair.split("=") for pair in SETTINGS)
@@ -170,6 +171,30 @@ def test_methods_that_train_weights_go_on_where_they_stopped(place: Path, method
     events = next(stopped.rglob("events.jsonl")).read_text().splitlines()
     tasks = [event["task"] for event in map(json.loads, events) if event["event"] == "task"]
     assert tasks == list(STREAM)  # none of them twice
+
+
+def test_a_model_per_task_is_read_when_its_task_is_asked(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be gigabytes: keys, scores and the record at the end do without."""
+    settings = dict(pair.split("=") for pair in SETTINGS)
+    stream, model = str(place / "four.yaml"), str(place / "model")
+    config = RunConfig(
+        stream, "per-task-finetune", model, test_limit=8, inner_rows=0, settings=settings
+    )
+    seen, read = [], records.read_tensors
+    monkeypatch.setattr(records, "read_tensors", lambda path: seen.append(path) or read(path))
+    (result,) = run(config, [0], tmp_path, device="cpu")
+    (folder,) = (file.parent for file in tmp_path.rglob("result.json"))
+    weights = [folder / "weights" / f"{name}.safetensors" for name in STREAM]
+    # once each; the last is still at hand
+    assert [path for path in seen if path.parent.name == "weights"] == weights[:-1]
+    assert all(task["unchanged"] for task in result["tasks"].values())
+    kept = records.DiskSnapshots(folder / "tasks", STREAM)[STREAM[0]].weights
+    seen.clear()
+    assert len(kept) == len(read(weights[0])[0])
+    assert not seen  # its size is known without it
+    assert set(kept) == set(read(weights[0])[0])
 
 
 def test_a_second_process_is_told_and_stops(place: Path) -> None:
