@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qtuning.cli_export import export
-from qtuning.cli_runs import parse_settings, report, run, summary, validate
+from qtuning.cli_runs import counted, parse_settings, report, run, summary, validate
 from qtuning.cli_serve import serve
 from qtuning.cli_sweep import sweep
 from qtuning.cli_tune import tune
@@ -203,7 +203,7 @@ def learn(
         f"learnt [bold]{task.name}[/bold] from {sizes['train']} texts in {facts['seconds']:.0f} s: "
         f"validation {_percent(facts.get('validation_score'))} ({sizes['validation']} texts), "
         f"test {_percent(facts['test_score'])} ({sizes['test']} texts). "
-        f"{collection} now knows {len(tuner.tasks)} task{'s' if len(tuner.tasks) > 1 else ''}."
+        f"{collection} now knows {counted(len(tuner.tasks), 'task')}."
     )
 
 
@@ -446,7 +446,7 @@ def _show_collection(folder: Path, as_json: bool) -> None:
         return
     console = Console()
     console.print(
-        f"[bold]{folder}[/bold]: {len(saved.snapshots)} tasks on {saved.backbone['name']} "
+        f"[bold]{folder}[/bold]: {counted(len(saved.snapshots), 'task')} on {saved.backbone['name']} "
         f"({saved.backbone['family']}), method {saved.method}"
     )
     table = Table()

@@ -136,14 +136,14 @@ def validate(
         raw = read_yaml(file)
         if "tasks" in raw:
             found = read_stream(raw, file.name)
-            said = f"stream {found.name!r} with {len(found.tasks)} tasks"
+            said = f"stream {found.name!r} with {counted(len(found.tasks), 'task')}"
         elif "labels" in raw:
             card = read_card(raw, file.name)
             said = f"data set {card.name!r} with {len(card.labels)} labels"
         elif "streams" in raw or "parts" in raw:
             packs = expand(read_sweep(raw, file.name))
             runs = sum(len(pack.runs) for pack in packs)
-            said = f"sweep of {len(packs)} packs, {runs} runs"
+            said = f"sweep of {counted(len(packs), 'pack')}, {counted(runs, 'run')}"
         else:
             config = read_run_config(raw, file.name).resolved()
             said = f"run of {config.method!r} on {config.stream!r}, hash {config.short_hash()}"
@@ -248,6 +248,11 @@ def _summary_table(title: str, section: dict[str, Any]) -> Table:
                 row.append(f"{100 * minus['mean']:+.1f}{p}")
             table.add_row(f"  {label}", *row)
     return table
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 task`, `2 tasks`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

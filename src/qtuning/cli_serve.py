@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from qtuning.cli_runs import counted
 from qtuning.errors import ConfigError
 
 
@@ -76,7 +77,7 @@ def serve(
         return
     service = Service(collection, **how)
     count, name = len(service.predictor.snapshots), service.tuner.backbone.name
-    typer.echo(f"{collection}: {count} tasks on {name}, http://{host}:{port}/")
+    typer.echo(f"{collection}: {counted(count, 'task')} on {name}, http://{host}:{port}/")
     app = make_app(service, limits)
     run_server(app, host, port)
     batcher = app.state.desk.batcher

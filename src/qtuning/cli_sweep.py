@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from qtuning.cli_runs import parse_seeds, parse_settings, whole
+from qtuning.cli_runs import counted, parse_seeds, parse_settings, whole
 from qtuning.errors import ConfigError
 from qtuning.streams import read_yaml
 
@@ -180,12 +180,8 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
             table.add_section()
     console.print(table)
     runs = sum(len(pack.runs) for pack in packs)
-    said = f"{_packs(len(packs))}, {runs} runs, {there} of them finished"
+    said = f"{counted(len(packs), 'pack')}, {counted(runs, 'run')}, {there} of them finished"
     console.print(said, highlight=False)
-
-
-def _packs(count: int) -> str:
-    return "1 pack" if count == 1 else f"{count} packs"
 
 
 class _Bar:
@@ -233,7 +229,7 @@ def _print_outcomes(found: Sequence[Outcome], output: Path) -> None:
         console.print(table)
     for each in failed:
         typer.echo(f"failed: {each.pack.name}: {each.error}")
-    typer.echo(f"{_packs(len(finished))} finished, {len(failed)} failed")
+    typer.echo(f"{counted(len(finished), 'pack')} finished, {len(failed)} failed")
     if failed:
         typer.echo("the same command again tries the failed ones only")
     if finished:
