@@ -678,6 +678,29 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
     assert 0.4 < mean(joint) - same[0] < 0.6
 
 
+def test_what_the_findings_say_in_short_is_what_they_say() -> None:
+    """Every figure of the summary stands in the sections, where it is compared with the records."""
+    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    short, rest = page.split("## In short\n")[1].split("## A long prompt of its own", 1)
+    words = " ".join(rest.split())
+    for figure, said in (
+        ("4.4 points on fifteen tasks", "Q-tuning is 4.4 points above ProgPrompt on all six seeds"),
+        ("2.7 on four", "Q-tuning is 2.7 above ProgPrompt on all three seeds"),
+        ("level with short ones", "It is level with a per-task prompt of 10 vectors"),
+        ("2.4 below equally long ones", "is 2.4 above Q-tuning on all six seeds"),
+        ("`sst2`, by 6.9 points", "| `sst2` | 18 of 18 | 6.9 |"),
+        (
+            "0.4 above the control (p = 0.06)",
+            "is 0.4 above the control, on five of six seeds (p = 0.06)",
+        ),
+        ("3.5 above `q-tuning-plus` on order 9", "3.5 above `q-tuning-plus` on order 9"),
+        ("61.2 where `q-tuning-plus` has 60.7", "With the same seeds `q-tuning-plus` has 60.7"),
+        ("from 61.4 to 54.4", "falls from 61.4 to 54.4"),
+    ):
+        assert figure in short
+        assert said in words, said
+
+
 PARTS = {
     "retention none": "without retention",
     "retention none, scale false, shared_length 0": "without all three: the queue alone",
