@@ -42,6 +42,12 @@ class TrainingError(QTuningError, RuntimeError):
     """Training that cannot go on."""
 
 
+def in_a_line(error: Exception) -> str:
+    """Kind and first line of any error, for a warning that says what is done without."""
+    reason = (str(error).strip() or "no reason given").splitlines()[0][:200]
+    return f"{type(error).__name__}: {reason}"
+
+
 MOST_NAMES = 40
 """Names an error lists at most."""
 

@@ -17,7 +17,7 @@ import torch
 
 from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
-from qtuning.errors import TrainingError
+from qtuning.errors import TrainingError, in_a_line
 from qtuning.evaluation import score_predictions
 from qtuning.fit import Fit, FitState
 from qtuning.pack import Pack, for_each
@@ -201,8 +201,7 @@ class _Engine:
         except Exception as error:
             if not self._is_fast and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            reason = (str(error).strip() or "no reason given").splitlines()[0][:200]
-            return f"{type(error).__name__}: {reason}"
+            return in_a_line(error)
         return None
 
     @property

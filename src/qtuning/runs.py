@@ -32,7 +32,7 @@ from qtuning.evaluation import (
 )
 from qtuning.files import sha256_of
 from qtuning.lanes import Report
-from qtuning.methods import list_methods, make_method
+from qtuning.methods import get_method, make_method
 from qtuning.presets import get_preset
 from qtuning.protocols import PROTOCOLS
 from qtuning.queue import shares_kept
@@ -81,8 +81,7 @@ class RunConfig:
         protocol = self.protocol or stream.protocol
         if protocol not in PROTOCOLS:
             raise ConfigError(unknown("protocol", protocol, PROTOCOLS))
-        if self.method not in list_methods():
-            raise ConfigError(unknown("method", self.method, list_methods()))
+        get_method(self.method)
         given = {**(get_preset(self.preset, self.method) if self.preset else {}), **self.settings}
         make_settings(**given)
         return RunConfig(**{**asdict(self), "protocol": protocol, "settings": given})
@@ -176,7 +175,7 @@ def check_company(configs: Sequence[RunConfig]) -> None:
 def company_of(config: RunConfig) -> str:
     """Equal for resolved configs that can share a pack."""
     common = replace(config, stream="", preset="", method="", settings={})
-    if not list_methods()[config.method].packable:
+    if not get_method(config.method).packable:
         common = replace(config, stream="")
     return f"{len(get_stream(config.stream).tasks)} tasks, {common.short_hash()}"
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from qtuning.backbones import AnswerSet, Backbone, Head, Reading, Row, Tokens
 from qtuning.backbones.extents import Extent, prompts_of
 from qtuning.backbones.prefixes import Prefixes, PromptMemory
+from qtuning.errors import in_a_line
 
 CPU_TOKENS = 4096
 """Positions of one forward pass, padding included: on a CPU small enough for its cache, …"""
@@ -160,7 +161,7 @@ class Quiz:
         except torch.OutOfMemoryError:
             raise  # without compiling it would need more
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            said = in_a_line(error)
         # out here, so that nothing of the failed pass stays in memory
         warnings.warn(f"{backbone.name!r} is scored without compiling ({said}).", stacklevel=2)
         backbone.may_score_compiled = False

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 
 from qtuning.config import make_settings, settings_dict
-from qtuning.errors import ConfigError, unknown
+from qtuning.errors import ConfigError
 from qtuning.files import write_atomic
-from qtuning.methods import list_methods
+from qtuning.methods import get_method
 from qtuning.presets import get_preset
 from qtuning.runs import RunConfig, run
 from qtuning.streams import get_stream, list_tasks
@@ -44,7 +44,7 @@ class Tried:
 
 def candidates(method: str, family: str, base: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The method's grid around the base settings, whole numbers rounded and at least 1."""
-    grid = list_methods()[method].grid
+    grid = get_method(method).grid
     start = settings_dict(*make_settings(family, **base))
     found = []
     for factors in itertools.product(*grid.values()):
@@ -64,9 +64,7 @@ def candidates(method: str, family: str, base: Mapping[str, Any]) -> list[dict[s
 
 def start_of(preset: str, method: str) -> dict[str, Any]:
     """What the grid starts from: a method's settings in a preset, but those that are tuned as all methods have them."""
-    if method not in list_methods():
-        raise ConfigError(unknown("method", method, list_methods()))
-    tuned = {name for names in list_methods()[method].grid for name in names.split("+")}
+    tuned = {name for names in get_method(method).grid for name in names.split("+")}
     if "epochs" in tuned:
         tuned.add("most_steps")
     own, common = get_preset(preset, method), get_preset(preset)

@@ -21,7 +21,7 @@ from torch.nn import Module
 from qtuning.backbones import AnswerSet, Backbone, Head, Row, Tokens
 from qtuning.backbones.compiled import repeated_layers
 from qtuning.config import TrainSettings
-from qtuning.errors import TrainingError
+from qtuning.errors import TrainingError, in_a_line
 from qtuning.evaluation import score_predictions
 from qtuning.lanes import Progress, Report
 from qtuning.objectives import IGNORE, cross_entropy
@@ -282,6 +282,6 @@ def _settle_compiling(train: Examples, batch_size: int) -> None:
     except torch.OutOfMemoryError:
         raise  # without compiling it would need more
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        said = in_a_line(error)
         backbone.is_compiled, backbone.compile = False, "off"
         warnings.warn(f"{backbone.name!r} is trained without compiling ({said}).", stacklevel=2)

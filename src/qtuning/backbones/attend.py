@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtuning.errors import in_a_line
+
 
 @torch.library.custom_op("qtuning::attend", mutates_args=())
 def attend(
@@ -159,6 +161,6 @@ def kernel_works(
     except torch.OutOfMemoryError:
         raise  # another time it may work
     except Exception as error:  # no compiler, no such card: whatever it is, rows are padded instead
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        said = in_a_line(error)
         warnings.warn(f"no kernels for lines on {device} ({said}): rows are padded.", stacklevel=2)
         return False

@@ -33,6 +33,7 @@ from qtuning.backbones.base import (
 from qtuning.backbones.extents import Extent
 from qtuning.backbones.lines import LINE, TAKES_LINES, Line
 from qtuning.backbones.prefixes import Prefixes
+from qtuning.errors import in_a_line
 from qtuning.tasks import Text
 
 TAKES_BRANCHES = ("gpt2", "llama", "opt")
@@ -93,7 +94,7 @@ class CausalBackbone(VocabularyBackbone):
                 raise  # padded rows would need more
             except Exception as error:
                 self.may_read_lines = False
-                said = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                said = in_a_line(error)
                 warnings.warn(
                     f"{self.name!r} reads padded rows from now on ({said}).", stacklevel=2
                 )

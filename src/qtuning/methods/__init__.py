@@ -107,14 +107,19 @@ def list_methods() -> dict[str, MethodInfo]:
     return dict(_REGISTRY)
 
 
+def get_method(name: str) -> MethodInfo:
+    """What is known of a registered method."""
+    known = list_methods()
+    if name not in known:
+        raise ConfigError(unknown("method", name, known))
+    return known[name]
+
+
 def make_method(
     name: str, backbone: Backbone, method: MethodSettings, train: TrainSettings
 ) -> Method:
     """A registered method, bound to a backbone and settings."""
-    known = list_methods()
-    if name not in known:
-        raise ConfigError(unknown("method", name, known))
-    info = known[name]
+    info = get_method(name)
     if backbone.family not in info.families:
         raise ConfigError(
             f"method {name!r} serves {', '.join(info.families)} models, and {backbone.name!r} is of the "
