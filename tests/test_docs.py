@@ -667,6 +667,9 @@ def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
     assert f"fine-tuning a model per task: no, on order 1 {far} |" in claims
     spent = minutes([record for own in weights.values() for record in own.values()])
     assert f"{spent:.1f} minutes for the 24 finished runs" in claims
+    tuned = json.loads((ROOT / "results" / "tuning-smollm2-weights.json").read_text())
+    count = sum(len(each["scores"]) for tried in tuned["methods"].values() for each in tried)
+    assert f"ten {minutes([tuned]):.1f} for the {count} candidates" in " ".join(claims.split())
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     figures = (
         f"it ends at {falls[0][1]:.1f} on order 9, {falls[0][0] - falls[0][1]:.1f} points below what the tasks "
