@@ -15,7 +15,7 @@ from qtuning.config import make_settings
 from qtuning.evaluation import backward_transfer
 from qtuning.keys import read_features
 from qtuning.methods import make_method
-from qtuning.methods.ewc import ewc_penalty, fisher_diagonal
+from qtuning.methods.ewc import EWCHooks, fisher_diagonal
 from qtuning.methods.idbr import feature_penalty, kmeans_choice, next_sentence_rows
 from qtuning.methods.lfpt5 import LFPT5Hooks, read_sample, write_sample
 from qtuning.methods.mbpa import nearest
@@ -52,9 +52,25 @@ def test_fisher_of_a_logistic_regression_in_closed_form() -> None:
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-12)
 
 
-def test_ewc_penalty_by_hand() -> None:
-    now, then, fisher = ({"w": torch.tensor(v)} for v in ([1.0, 2.0], [0.0, 4.0], [3.0, 0.5]))
-    assert float(ewc_penalty(now, then, fisher, 10.0)) == pytest.approx(5 * (3 * 1 + 0.5 * 4))
+def test_ewc_adds_the_gradient_of_its_penalty() -> None:
+    """Of lambda / 2 sum F (theta - theta*)^2, by autograd; a weight that no task used has no gradient to add to."""
+    generator = torch.Generator().manual_seed(0)
+    now, then, fisher = (
+        {n: torch.rand(s, generator=generator) for n, s in (("w", (3, 2)), ("b", (4,)))}
+        for _ in "abc"
+    )
+    unused = {"unused": torch.ones(2, requires_grad=True)}
+    now = {n: t.requires_grad_() for n, t in now.items()} | unused
+    nothing = {"unused": torch.zeros(2)}
+    hooks = EWCHooks(now, then | nothing, fisher | nothing, 10.0)
+    terms = [(fisher[n] * (now[n] - then[n]).square()).sum() for n in "wb"]
+    expected = torch.autograd.grad(5 * sum(terms), [now["w"], now["b"]])
+    for n in "wb":
+        now[n].grad = torch.ones_like(now[n])
+    hooks.edit_gradients(list(now.values()))
+    for n, gradient in zip("wb", expected, strict=True):
+        torch.testing.assert_close(now[n].grad, 1 + gradient)
+    assert now["unused"].grad is None
 
 
 def test_ewc_without_strength_is_continual_finetuning(bert) -> None:

@@ -25,26 +25,18 @@ def fisher_diagonal(
     """Mean over examples of the squared gradient of each one's negative log-likelihood."""
     total = [torch.zeros_like(p) for p in parameters]
     for example in range(count):
-        found = torch.autograd.grad(loss(example), list(parameters), allow_unused=True)
-        for into, gradient in zip(total, found, strict=True):
-            if gradient is not None:
-                into += gradient.square() / count
+        found = torch.autograd.grad(
+            loss(example), list(parameters), allow_unused=True, materialize_grads=True
+        )
+        torch._foreach_addcmul_(total, found, found, value=1 / count)
     return total
 
 
-def ewc_penalty(
-    parameters: Mapping[str, Tensor],
-    anchor: Mapping[str, Tensor],
-    fisher: Mapping[str, Tensor],
-    strength: float,
-) -> Tensor:
-    """Minus the log-density of a Gaussian around the anchor: lambda / 2 sum F (theta - theta*)^2."""
-    terms = [(fisher[n] * (p - anchor[n]).square()).sum() for n, p in parameters.items()]
-    return strength / 2 * torch.stack(terms).sum()
-
-
 class EWCHooks(Hooks):
-    """The penalty, added to every step."""
+    """The penalty's own gradient, lambda F (theta - theta*), added to that of every step.
+
+    The step is the one that the penalty in the loss would give, without a graph over all weights.
+    """
 
     def __init__(
         self,
@@ -53,13 +45,17 @@ class EWCHooks(Hooks):
         fisher: Mapping[str, Tensor],
         strength: float,
     ):
-        self.parameters, self.strength = parameters, strength
-        self.anchor = {n: anchor[n].to(p.device) for n, p in parameters.items()}
-        self.fisher = {n: fisher[n].to(p.device) for n, p in parameters.items()}
+        used = {n: p for n, p in parameters.items() if fisher[n].any()}
+        self.parameters, self.strength = list(used.values()), strength
+        self.anchor = [anchor[n].to(p.device) for n, p in used.items()]
+        self.fisher = [fisher[n].to(p.device) for n, p in used.items()]
 
-    def penalty(self, batch: Sequence[int]) -> Tensor | None:
-        """See `ewc_penalty`."""
-        return ewc_penalty(self.parameters, self.anchor, self.fisher, self.strength)
+    @torch.no_grad()
+    def edit_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Add it, all tensors in one launch."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        away = torch._foreach_sub(self.parameters, self.anchor)
+        torch._foreach_addcmul_(gradients, self.fisher, away, value=self.strength)
 
 
 class EWC(ContinualFineTune):

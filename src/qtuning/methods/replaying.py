@@ -162,12 +162,13 @@ class Replay(WithMemory):
         return ReplayHooks(memories, self.settings.replay_every, self.train.batch_size, generator)
 
 
-def project(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
+def project(gradient: list[Tensor], reference: list[Tensor]) -> Sequence[Tensor]:
     """The gradient, without what opposes the reference (A-GEM, Eq. 11)."""
-    dot = torch.stack([(g * r).sum() for g, r in zip(gradient, reference, strict=True)]).sum()
-    length = torch.stack([r.square().sum() for r in reference]).sum()
+    pairs = zip(gradient, reference, strict=True)
+    dot = torch.stack([torch.dot(g.flatten(), r.flatten()) for g, r in pairs]).sum()
+    length = torch.stack([torch.dot(r.flatten(), r.flatten()) for r in reference]).sum()
     share = torch.where(dot < 0, dot / length, 0.0)  # without asking the device which it is
-    return [g - share * r for g, r in zip(gradient, reference, strict=True)]
+    return torch._foreach_sub(gradient, torch._foreach_mul(reference, share))
 
 
 class AGemHooks(Hooks):
@@ -186,12 +187,10 @@ class AGemHooks(Hooks):
             places = torch.randperm(len(memory), generator=self.generator)[:share].tolist()
             where += [(m, i) for i in places]
         loss = Together(self.memories, where).losses().mean()
-        reference = torch.autograd.grad(loss, list(parameters), allow_unused=True)
-        filled = [
-            torch.zeros_like(p) if r is None else r
-            for p, r in zip(parameters, reference, strict=True)
-        ]
-        for parameter, gradient in zip(parameters, project(given, filled), strict=True):
+        reference = torch.autograd.grad(
+            loss, list(parameters), allow_unused=True, materialize_grads=True
+        )
+        for parameter, gradient in zip(parameters, project(given, list(reference)), strict=True):
             parameter.grad = gradient
 
 
