@@ -24,6 +24,7 @@ from rich.console import Console
 import qtuning
 from qtuning import cli, config, demo
 from qtuning.errors import CollectionError
+from qtuning.presets import get_preset
 from qtuning.report.comparing import compare
 from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
@@ -31,6 +32,7 @@ from qtuning.report.tables import group_runs
 from qtuning.run_labels import label_of
 from qtuning.serve.run import free_port
 from qtuning.summary import summarise
+from qtuning.tuning import BUDGET
 from tests.conftest import make_model, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -1393,6 +1395,16 @@ def test_the_figures_of_training_weights_are_those_of_the_measurements() -> None
     assert said in page
     assert step["compiled"] > 0.95 * step["bf16"]
     assert found["versions"]["threads"] == 2
+    found = json.loads((ROOT / "perf" / "results" / "weights-smollm2-135m-gpu.json").read_text())
+    step, size = found["median_ms"], found["texts"]["mean positions"]
+    said = (
+        f"8 texts of about {size:.0f} positions: {step['float32']:.0f} ms a step in float32, {step['bf16']:.0f} with "
+        f"products in bfloat16, {step['compiled']:.0f} with"
+    )
+    assert said in page
+    half, compiled = (sorted(found["step_ms"][way]) for way in ("bf16", "compiled"))
+    spread = f"{half[0]:.0f} to {half[2]:.0f} and {compiled[0]:.0f} to {compiled[2]:.0f} over three"
+    assert spread in page
 
 
 def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
@@ -1452,3 +1464,13 @@ def test_the_findings_on_transfer_are_those_of_the_records() -> None:
         cells = [f"{round(mean(each), 1) + 0.0} ± {stdev(each):.1f}" for each in columns]
         expected.append((-mean(last), f"| {name} | {' | '.join(cells)} |"))
     assert between(page, "transfer") == [line for _, line in sorted(expected)]
+
+
+@pytest.mark.parametrize("name", ["weights", "memory"])
+def test_the_preset_has_the_best_candidate_of_methods_that_train_weights(name: str) -> None:
+    tuned = json.loads((ROOT / "results" / f"tuning-smollm2-{name}.json").read_text())
+    for method, tried in tuned["methods"].items():
+        assert len(tried) == BUDGET
+        assert {len(each["scores"]) for each in tried} == {len(tuned["seeds"])}
+        best = max(tried, key=lambda each: mean(each["scores"]))["settings"]
+        assert get_preset("smollm2", method).items() >= best.items(), method

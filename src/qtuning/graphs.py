@@ -39,18 +39,21 @@ def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
     replay: Callable[[], None] = step
     # not every model can be captured; recording changed nothing
     with contextlib.suppress(RuntimeError):
-        replay = _record(step, device).replay
+        replay = record(step, device)
     for _ in range(times - 1):
         replay()
     torch.cuda.synchronize(device)  # before the graph and its memory go
 
 
-def _record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """A step that is recorded for a few replays.
+def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What takes the same step again, on a card all of it at one launch; recording it there computes nothing.
 
     `torch.cuda.graph` would give all cached memory back first, and every recording would take it again: that costs
     more than the replays. Here all recordings share one pool, which lives on.
     """
+    if device.type != "cuda":
+        step()
+        return step
     graph = torch.cuda.CUDAGraph()
     pool, stream = _room_for_repeats(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -61,7 +64,7 @@ def _record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGr
         finally:
             graph.capture_end()
     torch.cuda.current_stream(device).wait_stream(stream)
-    return graph
+    return graph.replay
 
 
 @lru_cache

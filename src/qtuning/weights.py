@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from qtuning.errors import TrainingError, in_a_line
 from qtuning.evaluation import score_predictions
 from qtuning.lanes import Progress, Report
 from qtuning.objectives import IGNORE, cross_entropy
+from qtuning.recorded import RecordedPasses
 from qtuning.scoring import Quiz, stack_heads
 from qtuning.snapshots import TaskCard
 from qtuning.tasks import Rows, Task
@@ -33,6 +35,8 @@ Groups = Sequence[tuple[Sequence[Tensor], float]]
 """Tensors to be trained, with learning rates."""
 COMPILED = ("on", "dynamic")
 """Ways of compiling that do not wait for times; weights are trained as they are otherwise."""
+RECORDED = COMPILED
+"""Ways in which a card records passes of weights in training."""
 
 
 def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Backbone:
@@ -55,7 +59,23 @@ def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Ba
         layer.__class__ = _with_products(its, backbone.device.type, backbone.dtype)
     own.is_frozen = False
     own.model.requires_grad_(True)
+    if backbone.device.type == "cuda" and backbone.compile in RECORDED:
+        own.recorded = RecordedPasses(list(model.parameters()), own.max_length)
     return own
+
+
+@contextmanager
+def taking_steps(backbone: Backbone) -> Iterator[None]:
+    """Inside, a trainable copy runs as training wants it: compiled where that was decided, recorded on a card."""
+    recorded = backbone.recorded
+    with backbone.training_layers():
+        if recorded:
+            recorded.is_on = True
+        try:
+            yield
+        finally:
+            if recorded:
+                recorded.is_on = False
 
 
 @cache
@@ -71,7 +91,14 @@ def _with_products(kind: Any, device: str, dtype: torch.dtype) -> Any:
 
 def read_weights(backbone: Backbone) -> dict[str, Tensor]:
     """The model's trained tensors, copied to the CPU."""
-    return {n: p.detach().cpu().clone() for n, p in backbone.model.named_parameters()}
+    return kept_on_cpu(dict(backbone.model.named_parameters()))
+
+
+def kept_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy on the CPU, in one piece: hundreds of them, task after task, would scatter the memory."""
+    flat = torch.cat([t.detach().reshape(-1) for t in tensors.values()]).cpu()
+    pieces = torch.split(flat, [t.numel() for t in tensors.values()])
+    return {n: own.view(t.shape) for (n, t), own in zip(tensors.items(), pieces, strict=True)}
 
 
 @torch.no_grad()
@@ -226,7 +253,7 @@ def fit_weights(
         places = torch.randperm(len(train), generator=order).tolist()
         for first in range(0, len(places), settings.batch_size):
             batch = places[first : first + settings.batch_size]
-            with train.backbone.training_layers():
+            with taking_steps(train.backbone):
                 loss = train.loss(batch)
                 extra = hooks.penalty(batch)
                 optimiser.zero_grad()

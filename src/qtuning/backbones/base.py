@@ -192,6 +192,8 @@ class Backbone:
     """False after compiled layers failed at it."""
     may_read_lines: bool = field(default=True, init=False)
     """False after a line of rows failed, in training or in scoring."""
+    recorded: Any = field(default=None, init=False)
+    """Passes of weights in training as CUDA graphs, see `qtuning.recorded`."""
     at_once: int | None = field(default=None, init=False)
     """Lanes that share a pass at most; by default as many as there are, or as fit the card's memory."""
     between_pair: str = field(default="", init=False)
@@ -425,9 +427,16 @@ class Backbone:
         """[b, s, h]: what the model makes of every position, answers and heads aside."""
         raise NotImplementedError
 
+    def states(self, batch: Batch) -> Tensor:
+        """The same, by a recorded pass where weights are trained by such."""
+        if self.recorded and self.recorded.takes(batch):
+            found: Tensor = self.recorded(self.text_states, batch)
+            return found
+        return self.text_states(batch)
+
     def feature(self, batch: Batch) -> Tensor:
         """[b, h]: one vector for each text, the mean of its tokens' states; prompt vectors are not averaged."""
-        states = self.text_states(batch)
+        states = self.states(batch)
         kept = batch.is_text.unsqueeze(-1).to(states)
         return (states * kept).sum(dim=1) / kept.sum(dim=1)
 

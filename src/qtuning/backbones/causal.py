@@ -103,7 +103,7 @@ class CausalBackbone(VocabularyBackbone):
                 return self._read_branches(reading, bank)
             reading = reading.expanded()
         batch = self.assemble(reading, bank)
-        states = self.text_states(batch)
+        states = self.states(batch)
         longest = reading.path.shape[1] + 1
         return gather_reads(states, batch.end - 1, reading.reads, longest)
 

@@ -69,7 +69,7 @@ class EncoderBackbone(Backbone):
 
     def feature(self, batch: Batch) -> Tensor:
         """[b, h]: the state of [CLS], or the mean."""
-        return self.text_states(batch)[:, 0] if self.readout == "cls" else super().feature(batch)
+        return self.states(batch)[:, 0] if self.readout == "cls" else super().feature(batch)
 
     def text_states(self, batch: Batch) -> Tensor:
         """[b, s, h]."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qtuning.methods import MethodInfo, register
 from qtuning.methods.finetuning import ContinualFineTune, Lesson, WeightState
-from qtuning.weights import Hooks
+from qtuning.weights import Hooks, kept_on_cpu, taking_steps
 
 
 def fisher_diagonal(
@@ -73,14 +73,13 @@ class EWC(ContinualFineTune):
         new = super().after(state, lesson, facts)
         train = lesson.train
         parameters = dict(self.worker.model.named_parameters())
-        with self.worker.training_layers():
+        with taking_steps(self.worker):
             found = fisher_diagonal(
                 lambda i: train.loss([i]), len(train), list(parameters.values())
             )
-        fisher = {
-            name: gained.cpu() + state.extra[name] if state.extra else gained.cpu()
-            for name, gained in zip(parameters, found, strict=True)
-        }
+        if state.extra:
+            torch._foreach_add_(found, [state.extra[n].to(found[0].device) for n in parameters])
+        fisher = kept_on_cpu(dict(zip(parameters, found, strict=True)))
         return replace(new, extra=fisher)
 
 

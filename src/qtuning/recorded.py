@@ -1,0 +1,162 @@
+"""Passes of a model in training as CUDA graphs: all kernels of a layer stack are launched at once, forward and back.
+
+Training a small model is thousands of small kernels, and launching them one by one takes most of a step. The first
+pass of a shape runs as it is, which warms up what it needs; the second is recorded, and every later one is a replay on
+new inputs. What a method does around it (losses, memories, penalties, the optimiser) is free to be anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qtuning.backbones.base import Batch
+from qtuning.errors import in_a_line
+from qtuning.graphs import record
+
+UNIT = 32
+"""Positions by which recorded passes differ at least: texts are of many lengths, and each takes a recording."""
+
+Read = Callable[[Batch], Tensor]
+"""Batch -> states [b, s, h]."""
+
+
+class RecordedPasses:
+    """Stands in for `Backbone.text_states` of a model whose weights are trained in place."""
+
+    def __init__(self, weights: Sequence[Tensor], most_positions: int):
+        self.weights, self.most_positions = list(weights), most_positions
+        self.is_on = False
+        """Whether passes are recorded and replayed now."""
+        self.may_record = True
+        """False after a recording failed."""
+        self._seen: set[tuple[int, ...]] = set()
+        self._passes: dict[tuple[int, ...], _Pass] = {}
+        self._open: weakref.ref[_Open] | None = None
+        self._gradients: list[Tensor] = []
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether this pass may be one of them.
+
+        All recordings share memory, so that none may begin while another one's backward pass is to come.
+        """
+        is_trained = torch.is_grad_enabled() and batch.inputs_embeds.requires_grad
+        is_free = self._open is None or self._open() is None
+        inside = batch.inputs_embeds.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.is_on and self.may_record and is_trained and is_free and not inside
+
+    def __call__(self, read: Read, batch: Batch) -> Tensor:
+        """States [b, s, h] of a batch, computed by `read` or by a replay of it."""
+        rows, width = batch.is_filled.shape
+        room = min(-(-width // UNIT) * UNIT, max(width, self.most_positions)) - width
+        wide = replace(
+            batch,
+            inputs_embeds=F.pad(batch.inputs_embeds, (0, 0, 0, room)),
+            is_filled=F.pad(batch.is_filled, (0, room)),
+            is_text=F.pad(batch.is_text, (0, room)),
+            token_types=F.pad(batch.token_types, (0, room)),
+        )
+        key = (rows, width + room)
+        if key not in self._seen:
+            self._seen.add(key)
+            return read(wide)[:, :width]
+        if key not in self._passes:
+            try:
+                self._passes[key] = _Pass(read, wide, self.weights, self._shared_gradients())
+            except torch.OutOfMemoryError:
+                raise  # without recording it would need as much
+            except RuntimeError as error:
+                self.may_record, said = False, in_a_line(error)
+                warnings.warn(f"Training goes on without CUDA graphs ({said}).", stacklevel=2)
+                return read(wide)[:, :width]
+        token = _Open()
+        self._open = weakref.ref(token)
+        own = self._passes[key]
+        own.take(wide)
+        states: Tensor = _Replay.apply(own, token, wide.inputs_embeds, *self.weights)  # type: ignore[no-untyped-call]
+        return states[:, :width]
+
+    def _shared_gradients(self) -> list[Tensor]:
+        """Of all weights, as parts of one tensor: copied at once when they are handed on."""
+        if not self._gradients:
+            sizes = [weight.numel() for weight in self.weights]
+            flat = torch.zeros(sum(sizes), dtype=self.weights[0].dtype, device=self.weights[0].device)  # fmt: skip
+            self._gradients = [flat, *_parts(flat, self.weights)]
+        return self._gradients
+
+
+class _Open:
+    """Lives from a forward pass until its backward pass is taken or given up."""
+
+
+class _Pass:
+    """The recorded forward and backward pass of one shape."""
+
+    def __init__(self, read: Read, batch: Batch, weights: Sequence[Tensor], shared: list[Tensor]):
+        self.read, self.weights, self.shared = read, weights, shared
+        self.batch = replace(
+            batch,
+            inputs_embeds=batch.inputs_embeds.detach().clone().requires_grad_(),
+            **{name: getattr(batch, name).clone() for name in ("is_filled", "is_text", "token_types", "end")},
+        )  # fmt: skip
+        device = batch.is_filled.device
+        self.forward = record(self._forward, device)
+        self.gradient = torch.zeros_like(self.states)
+        self.into_embeds = torch.zeros_like(self.batch.inputs_embeds)
+        self.is_used: list[bool] = []
+        self.backward = record(self._backward, device)
+
+    def _forward(self) -> None:
+        with torch.enable_grad():
+            self.states = self.read(self.batch)
+
+    def _backward(self) -> None:
+        inputs = [self.batch.inputs_embeds, *self.weights]
+        embeds, *found = torch.autograd.grad(self.states, inputs, self.gradient, allow_unused=True)
+        self.is_used = [each is not None for each in found]
+        self.into_embeds.copy_(embeds)
+        into = [part for part, used in zip(self.shared[1:], self.is_used, strict=True) if used]
+        torch._foreach_copy_(into, [each for each in found if each is not None])
+
+    @torch.no_grad()
+    def take(self, batch: Batch) -> None:
+        """What is read next."""
+        for name in ("inputs_embeds", "is_filled", "is_text", "token_types", "end"):
+            getattr(self.batch, name).copy_(getattr(batch, name))
+
+
+class _Replay(torch.autograd.Function):
+    """A recorded pass as one operation; what it gives is copied, because the next replay writes there again."""
+
+    @staticmethod
+    def forward(ctx: Any, own: _Pass, token: _Open, embeds: Tensor, *weights: Tensor) -> Tensor:
+        """States [b, s, h]."""
+        ctx.own, ctx.token = own, token
+        own.forward()
+        return own.states.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        """Gradients of the embeddings and of all weights."""
+        own: _Pass = ctx.own
+        if ctx.token is None:
+            raise RuntimeError("a recorded pass can be taken back once only")
+        own.gradient.copy_(gradient)
+        own.backward()
+        ctx.token = None
+        flat = own.shared[0].clone()
+        parts = zip(_parts(flat, own.weights), own.is_used, strict=True)
+        return None, None, own.into_embeds.clone(), *(p if used else None for p, used in parts)
+
+
+def _parts(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """One long tensor, cut to the sizes and shapes of the weights."""
+    pieces = torch.split(flat, [weight.numel() for weight in weights])
+    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]

@@ -1,0 +1,112 @@
+"""Recorded passes of weights in training: the same numbers, and never one inside another.
+
+Without a card a recording runs its function again; what must hold of the order of passes holds there too.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qtuning.backbones.base import Batch
+from qtuning.config import make_settings
+from qtuning.methods import make_method
+from qtuning.recorded import RecordedPasses
+from qtuning.weights import taking_steps, trainable_copy
+from tests.conftest import SMALL, make_backbone, make_task
+
+
+def recorded_for(worker) -> RecordedPasses:
+    worker.recorded = RecordedPasses(list(worker.model.parameters()), worker.max_length)
+    return worker.recorded
+
+
+def batch_for(worker, rows: int = 2, width: int = 5) -> Batch:
+    ids = torch.arange(rows * width).view(rows, width) % 20
+    filled = torch.ones(rows, width, dtype=torch.bool)
+    filled[0, -1] = False
+    return Batch(worker.embed(ids), filled, filled, torch.zeros_like(ids), filled.sum(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, "continual-finetune") for kind in ("gpt2", "llama", "t5")]
+    + [("bert", n) for n in ("a-gem", "ewc", "multi-task", "replay", "mbpa++", "idbr")],
+)
+def test_weights_are_trained_recorded_as_eager(kind: str, name: str) -> None:
+    """float64, 1e-9; with several tasks, so that memories are read between two passes of a task."""
+    tasks = [make_task(f"task{i}", rows=8, seed=i) for i in range(3)]
+    found, replays = [], 0
+    for is_recorded in (False, True):
+        backbone = make_backbone(kind, dtype=torch.float64)
+        method = make_method(
+            name, backbone, *make_settings(**{**SMALL, "weights_lr": 1e-3, "epochs": 3, "replay_every": 1})
+        )  # fmt: skip
+        if is_recorded:
+            recorded = recorded_for(method.worker)
+        state = method.start(0)
+        for task in tasks:
+            state = method.learn(state, task, task.split(4))
+        found.append(state.weights)
+    replays = len(recorded._passes)
+    assert (
+        replays > 0 if kind != "t5" else replays == 0
+    )  # which has two stacks, and goes on as it was
+    assert not recorded.is_on
+    for n, weight in found[0].items():
+        if not n.endswith("key.bias"):  # whose gradient is 0 but for rounding
+            torch.testing.assert_close(found[1][n], weight, rtol=0, atol=1e-6 if kind == "llama" else 1e-9)  # fmt: skip
+
+
+def test_the_third_pass_of_a_shape_is_a_replay() -> None:
+    """The first runs as it is, the second is recorded; lengths up to the next multiple share a recording."""
+    worker = trainable_copy(make_backbone("gpt2", dtype=torch.float64))
+    recorded, read = recorded_for(worker), []
+    true = type(worker).text_states
+    worker.text_states = lambda batch: read.append(batch.is_filled.shape) or true(worker, batch)
+    with taking_steps(worker):
+        for width in (5, 7, 30):
+            assert worker.states(batch_for(worker, 2, width)).shape[1] == width
+    assert set(read) == {(2, 32)}
+    assert len(recorded._passes) == 1
+    assert len(recorded._seen) == 1
+
+
+def test_a_pass_waits_for_the_one_before() -> None:
+    """Recordings share memory: before its backward pass is taken, or given up, the next one runs as it is."""
+    worker = trainable_copy(make_backbone("gpt2", dtype=torch.float64))
+    recorded = recorded_for(worker)
+    batch = batch_for(worker)
+    assert not recorded.takes(batch)  # not in training
+    with taking_steps(worker):
+        worker.states(batch)
+        states = worker.states(batch)
+        assert recorded._passes
+        assert not recorded.takes(batch)
+        states.sum().backward()
+        assert recorded.takes(batch_for(worker))
+        with pytest.raises(RuntimeError, match="once only"):
+            torch.autograd.grad(states.sum(), [*worker.model.parameters()], allow_unused=True)
+        states = worker.states(batch_for(worker))
+        assert not recorded.takes(batch)
+        del states
+        assert recorded.takes(batch)
+        with torch.no_grad():
+            assert not recorded.takes(batch)
+
+
+def test_what_cannot_be_recorded_is_read_as_it_is(monkeypatch) -> None:
+    worker = trainable_copy(make_backbone("bert", dtype=torch.float64))
+    recorded = recorded_for(worker)
+
+    def fail(*args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("qtuning.recorded.record", fail)
+    expected = worker.states(batch_for(worker))
+    with taking_steps(worker):
+        worker.states(batch_for(worker))
+        with pytest.warns(UserWarning, match="without CUDA graphs .*not permitted"):
+            found = worker.states(batch_for(worker))
+        assert not recorded.takes(batch_for(worker))
+    torch.testing.assert_close(found, expected)
