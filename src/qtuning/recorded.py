@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,22 +101,23 @@ class _Pass:
     """The recorded forward and backward pass of one shape."""
 
     def __init__(self, read: Read, batch: Batch, weights: Sequence[Tensor], shared: list[Tensor]):
-        self.read, self.weights, self.shared = read, weights, shared
+        self.weights, self.shared = weights, shared
         self.batch = replace(
             batch,
             inputs_embeds=batch.inputs_embeds.detach().clone().requires_grad_(),
             **{name: getattr(batch, name).clone() for name in ("is_filled", "is_text", "token_types", "end")},
         )  # fmt: skip
         device = batch.is_filled.device
-        self.forward = record(self._forward, device)
+        self.forward = record(partial(self._forward, read), device)
         self.gradient = torch.zeros_like(self.states)
         self.into_embeds = torch.zeros_like(self.batch.inputs_embeds)
         self.is_used: list[bool] = []
         self.backward = record(self._backward, device)
 
-    def _forward(self) -> None:
+    def _forward(self, read: Read) -> None:
+        """Recorded; `read` is not kept on a card, or the model would wait for the garbage collector at its end."""
         with torch.enable_grad():
-            self.states = self.read(self.batch)
+            self.states = read(self.batch)
 
     def _backward(self) -> None:
         inputs = [self.batch.inputs_embeds, *self.weights]

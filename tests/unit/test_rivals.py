@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -28,6 +30,14 @@ from qtuning.stream_loop import run_stream
 from qtuning.tasks import Rows
 from qtuning.weights import make_examples, make_head, read_weights, trainable_copy
 from tests.conftest import SMALL, make_backbone, make_task
+
+PRODUCT = {
+    "bert": "encoder.layer.0.attention.self.query",
+    "gpt2": "transformer.h.0.attn.c_attn",
+    "llama": "model.layers.0.self_attn.q_proj",
+    "t5": "encoder.block.0.layer.1.DenseReluDense.wi",
+}
+"""A module whose product is read off."""
 
 
 def method_for(backbone, name: str, **settings):
@@ -114,16 +124,34 @@ def test_a_projected_gradient_never_opposes_the_memory() -> None:
     assert 50 < opposed < 150  # both cases were seen
 
 
+# ── memory ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", PRODUCT)
+def test_a_model_and_its_copy_go_without_the_garbage_collector(kind: str) -> None:
+    """One run after another must not hold the models of both."""
+    gc.collect()
+    gc.disable()
+    try:
+        backbone, task = make_backbone(kind), make_task("task", rows=8)
+        method = method_for(backbone, "ewc")
+        state = method.learn(method.start(0), task, task.split(4))
+        models = [weakref.ref(backbone.model), weakref.ref(method.worker.model)]
+        del backbone, method, state
+        assert [model() for model in models] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_weights_are_kept_in_one_piece(bert) -> None:
+    kept = read_weights(bert)
+    (storage,) = {weight.untyped_storage().data_ptr() for weight in kept.values()}
+    for name, weight in bert.model.named_parameters():
+        torch.testing.assert_close(kept[name], weight, rtol=0, atol=0)
+        assert weight.untyped_storage().data_ptr() != storage
+
+
 # ── half precision ───────────────────────────────────────────────────────────────────────────
-
-
-PRODUCT = {
-    "bert": "encoder.layer.0.attention.self.query",
-    "gpt2": "transformer.h.0.attn.c_attn",
-    "llama": "model.layers.0.self_attn.q_proj",
-    "t5": "encoder.block.0.layer.1.DenseReluDense.wi",
-}
-"""A module whose product is read off."""
 
 
 @pytest.mark.parametrize("kind", PRODUCT)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from qtuning.backbones.extents import Extent, prompts_of
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 
+P = ParamSpec("P")
+R = TypeVar("R")
 AFTER_TEXT = -1
 """For `prompt_at`: the prompt vectors follow the whole text."""
 MASKED = -3e4
@@ -208,7 +211,7 @@ class Backbone:
         self.model.eval()  # no dropout, or lanes of a pack would depend on each other (A34)
         self.embedding = self.model.get_input_embeddings()
         # seeds share texts, and test rows are read again after every task
-        self._coded_before = lru_cache(maxsize=REMEMBERED_TEXTS)(self._coded)
+        self._coded_before = remembering(self._coded, REMEMBERED_TEXTS)
         special = self.tokenizer("a", return_special_tokens_mask=True)["special_tokens_mask"]
         self._closing = special[::-1].index(0) if 0 in special else None
         """Special tokens after a text; None where the tokenizer does not say."""
@@ -509,7 +512,7 @@ class VocabularyBackbone(Backbone):
             )
         self.vocabulary_size = int(self.lm_head.weight.shape[0])
         self._output_scale, self._output_bias = self._find_output_rule()
-        self._answers = lru_cache(maxsize=REMEMBERED_LABELS)(self._answers_of)
+        self._answers = remembering(self._answers_of, REMEMBERED_LABELS)
 
     @property
     def hidden_dim(self) -> int:
@@ -562,6 +565,13 @@ class VocabularyBackbone(Backbone):
     def _reference_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own logits for some ids, and its last hidden states."""
         raise NotImplementedError
+
+
+def remembering(method: Callable[P, R], most: int) -> Callable[P, R]:
+    """The method with its latest results kept, but not its owner: a model must go as soon as nobody wants it."""
+    weak: Any = weakref.WeakMethod(method)
+    kept: Any = lru_cache(maxsize=most)(lambda *given: weak()(*given))
+    return cast("Callable[P, R]", kept)
 
 
 def gather_reads(states: Tensor, first: Tensor, reads: Tensor, longest: int) -> Tensor:
