@@ -8,7 +8,7 @@ captured while it is recorded, and every later one is a replay on new inputs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qtuning.errors import in_a_line
 from qtuning.passes import Passes
 from qtuning.stack import Step
 
 Compute = Callable[[Step, Passes], Tensor]
+_failed: list[str] = []
+"""Why a recording failed, in this process."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ def repeat(step: Callable[[], None], times: int, device: torch.device) -> None:
         return
     step()
     replay: Callable[[], None] = step
-    # not every model can be captured; recording changed nothing
+    # not every model can be captured
     with contextlib.suppress(RuntimeError):
         replay = record(step, device)
     for _ in range(times - 1):
@@ -54,17 +57,44 @@ def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]
     if device.type != "cuda":
         step()
         return step
+    if _failed:
+        raise RuntimeError(
+            f"an earlier recording failed: {_failed[0]}"
+        )  # and left its memory unusable
     graph = torch.cuda.CUDAGraph()
-    pool, stream = _room_for_repeats(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool.id)
-        try:
-            step()
-        finally:
+    pool = _room_for_repeats(device)[0]
+    try:
+        with recording_stream(device):
+            graph.capture_begin(pool=pool.id)
+            try:
+                step()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # which would hide what happened
+                    graph.capture_end()
+                raise
             graph.capture_end()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    except Exception as error:
+        _failed.append(in_a_line(error))
+        raise
     return graph.replay
+
+
+@contextlib.contextmanager
+def recording_stream(device: torch.device) -> Iterator[None]:
+    """Inside, work goes to the stream of recordings, before and after which all other work waits.
+
+    What a recording meets must have been made there: waiting for another stream would end it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream, outside = _room_for_repeats(device)[1], torch.cuda.current_stream(device)
+    stream.wait_stream(outside)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        outside.wait_stream(stream)
 
 
 @lru_cache

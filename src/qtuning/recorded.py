@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from qtuning.graphs import record
 
 UNIT = 32
 """Positions by which recorded passes differ at least: texts are of many lengths, and each takes a recording."""
+MOST = 256
+"""Recordings of one model; other shapes run as they are."""
 
 Read = Callable[[Batch], Tensor]
 """Batch -> states [b, s, h]."""
@@ -31,6 +33,9 @@ Read = Callable[[Batch], Tensor]
 
 class RecordedPasses:
     """Stands in for `Backbone.text_states` of a model whose weights are trained in place."""
+
+    _open: ClassVar[weakref.ref[_Open] | None] = None
+    """The pass whose backward pass is to come; of all models, because their recordings share memory."""
 
     def __init__(self, weights: Sequence[Tensor], most_positions: int):
         self.weights, self.most_positions = list(weights), most_positions
@@ -40,16 +45,16 @@ class RecordedPasses:
         """False after a recording failed."""
         self._seen: set[tuple[int, ...]] = set()
         self._passes: dict[tuple[int, ...], _Pass] = {}
-        self._open: weakref.ref[_Open] | None = None
         self._gradients: list[Tensor] = []
 
     def takes(self, batch: Batch) -> bool:
         """Whether this pass may be one of them.
 
-        All recordings share memory, so that none may begin while another one's backward pass is to come.
+        Recordings share memory, so that none may begin while another one's backward pass is to come.
         """
         is_trained = torch.is_grad_enabled() and batch.inputs_embeds.requires_grad
-        is_free = self._open is None or self._open() is None
+        before = RecordedPasses._open
+        is_free = before is None or before() is None
         inside = batch.inputs_embeds.is_cuda and torch.cuda.is_current_stream_capturing()
         return self.is_on and self.may_record and is_trained and is_free and not inside
 
@@ -65,20 +70,20 @@ class RecordedPasses:
             token_types=F.pad(batch.token_types, (0, room)),
         )
         key = (rows, width + room)
-        if key not in self._seen:
-            self._seen.add(key)
-            return read(wide)[:, :width]
+        if key not in self._seen or (key not in self._passes and len(self._passes) >= MOST):
+            first = read(wide)[:, :width]
+            # not before it went back, too: only then everything is warm
+            first.register_hook(lambda gradient: self._seen.add(key))  # type: ignore[no-untyped-call]
+            return first
         if key not in self._passes:
             try:
                 self._passes[key] = _Pass(read, wide, self.weights, self._shared_gradients())
-            except torch.OutOfMemoryError:
-                raise  # without recording it would need as much
             except RuntimeError as error:
                 self.may_record, said = False, in_a_line(error)
                 warnings.warn(f"Training goes on without CUDA graphs ({said}).", stacklevel=2)
                 return read(wide)[:, :width]
         token = _Open()
-        self._open = weakref.ref(token)
+        RecordedPasses._open = weakref.ref(token)
         own = self._passes[key]
         own.take(wide)
         states: Tensor = _Replay.apply(own, token, wide.inputs_embeds, *self.weights)  # type: ignore[no-untyped-call]
@@ -87,6 +92,7 @@ class RecordedPasses:
     def _shared_gradients(self) -> list[Tensor]:
         """Of all weights, as parts of one tensor: copied at once when they are handed on."""
         if not self._gradients:
+            torch.cuda.empty_cache()  # what passes needed so far, recordings cannot take over
             sizes = [weight.numel() for weight in self.weights]
             flat = torch.zeros(sum(sizes), dtype=self.weights[0].dtype, device=self.weights[0].device)  # fmt: skip
             self._gradients = [flat, *_parts(flat, self.weights)]
@@ -99,6 +105,9 @@ class _Open:
 
 class _Pass:
     """The recorded forward and backward pass of one shape."""
+
+    states: Tensor
+    """[b, s, h] of the last pass; written again by every replay."""
 
     def __init__(self, read: Read, batch: Batch, weights: Sequence[Tensor], shared: list[Tensor]):
         self.weights, self.shared = weights, shared
@@ -113,6 +122,7 @@ class _Pass:
         self.into_embeds = torch.zeros_like(self.batch.inputs_embeds)
         self.is_used: list[bool] = []
         self.backward = record(self._backward, device)
+        self.states = self.states.detach()  # lets go of the graph that was recorded
 
     def _forward(self, read: Read) -> None:
         """Recorded; `read` is not kept on a card, or the model would wait for the garbage collector at its end."""

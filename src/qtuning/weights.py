@@ -24,6 +24,7 @@ from qtuning.backbones.compiled import repeated_layers
 from qtuning.config import TrainSettings
 from qtuning.errors import TrainingError, in_a_line
 from qtuning.evaluation import score_predictions
+from qtuning.graphs import recording_stream
 from qtuning.lanes import Progress, Report
 from qtuning.objectives import IGNORE, cross_entropy
 from qtuning.recorded import RecordedPasses
@@ -68,14 +69,16 @@ def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Ba
 def taking_steps(backbone: Backbone) -> Iterator[None]:
     """Inside, a trainable copy runs as training wants it: compiled where that was decided, recorded on a card."""
     recorded = backbone.recorded
-    with backbone.training_layers():
-        if recorded:
-            recorded.is_on = True
-        try:
+    if not recorded:
+        with backbone.training_layers():
             yield
-        finally:
-            if recorded:
-                recorded.is_on = False
+        return
+    recorded.is_on = True
+    try:
+        with backbone.training_layers(), recording_stream(backbone.device):
+            yield
+    finally:
+        recorded.is_on = False
 
 
 @cache

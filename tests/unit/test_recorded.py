@@ -58,18 +58,22 @@ def test_weights_are_trained_recorded_as_eager(kind: str, name: str) -> None:
             torch.testing.assert_close(found[1][n], weight, rtol=0, atol=1e-6 if kind == "llama" else 1e-9)  # fmt: skip
 
 
-def test_the_third_pass_of_a_shape_is_a_replay() -> None:
-    """The first runs as it is, the second is recorded; lengths up to the next multiple share a recording."""
+def test_passes_of_a_shape_share_a_recording() -> None:
+    """The first runs as it is, forward and back, the next is recorded; lengths up to a multiple are one shape."""
     worker = trainable_copy(make_backbone("gpt2", dtype=torch.float64))
     recorded, read = recorded_for(worker), []
     true = type(worker).text_states
     worker.text_states = lambda batch: read.append(batch.is_filled.shape) or true(worker, batch)
     with taking_steps(worker):
+        worker.states(batch_for(worker))
+        assert not recorded._seen  # it has not gone back yet
         for width in (5, 7, 30):
-            assert worker.states(batch_for(worker, 2, width)).shape[1] == width
+            states = worker.states(batch_for(worker, 2, width))
+            assert states.shape[1] == width
+            assert len(recorded._passes) == (width > 5)
+            states.sum().backward()
     assert set(read) == {(2, 32)}
     assert len(recorded._passes) == 1
-    assert len(recorded._seen) == 1
 
 
 def test_a_pass_waits_for_the_one_before() -> None:
@@ -79,7 +83,7 @@ def test_a_pass_waits_for_the_one_before() -> None:
     batch = batch_for(worker)
     assert not recorded.takes(batch)  # not in training
     with taking_steps(worker):
-        worker.states(batch)
+        worker.states(batch_for(worker)).sum().backward()
         states = worker.states(batch)
         assert recorded._passes
         assert not recorded.takes(batch)
@@ -105,7 +109,7 @@ def test_what_cannot_be_recorded_is_read_as_it_is(monkeypatch) -> None:
     monkeypatch.setattr("qtuning.recorded.record", fail)
     expected = worker.states(batch_for(worker))
     with taking_steps(worker):
-        worker.states(batch_for(worker))
+        worker.states(batch_for(worker)).sum().backward()
         with pytest.warns(UserWarning, match="without CUDA graphs .*not permitted"):
             found = worker.states(batch_for(worker))
         assert not recorded.takes(batch_for(worker))
