@@ -358,7 +358,10 @@ def show(
                 _print_json({"kind": kind.removesuffix("s"), **entry})
                 return
     names = [entry["name"] for kind in kinds for entry in _entries(kind)]
-    raise ConfigError(unknown("name or folder", name, names))
+    if len(what) == 1:
+        close = unknown("name", name, names).partition(" Known:")[0]
+        raise ConfigError(f"{close} No collection lies there either; `qtuning ls` shows all names.")
+    raise ConfigError(unknown(what[0], name, names))
 
 
 @app.command()

@@ -108,8 +108,8 @@ def _from_hub(card: Card) -> list[dict[str, Any]]:
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TaskError(
-            f"the data set {card.name!r} could not be fetched as {card.hub['id']!r}: {reason} "
-            f"Give a folder of Parquet files with --data."
+            f"the data set {card.name!r} could not be fetched as {card.hub['id']!r}: "
+            f"{reason.rstrip('.')}. Give a folder of Parquet files with --data."
         ) from None
     return rows
 

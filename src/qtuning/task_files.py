@@ -89,7 +89,9 @@ def _task_from_records(
     columns = list(records[0])
     for wanted in (text, label, *filter(None, (text_b, split))):
         if wanted not in columns:
-            raise TaskError(f"{source}: {unknown('column', wanted, columns)}")
+            raise TaskError(
+                f"{source}: {unknown('column', wanted, columns)} Name yours with --text, --text-b and --label."
+            )
     text_b = text_b or ("text_b" if "text_b" in columns else None)
     split = split or ("split" if "split" in columns else None)
     return Task(

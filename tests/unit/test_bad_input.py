@@ -754,7 +754,11 @@ def test_ray_that_is_not_installed_is_named(
 
 USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "kind-of-ls": (("ls", "method"), ("'method'", "Did you mean 'methods'?")),
-    "name-of-show": (("show", "q-tunin"), ("'q-tunin'", "Did you mean 'q-tuning'?")),
+    "name-of-show": (
+        ("show", "q-tunin"),
+        ("'q-tunin'", "Did you mean 'q-tuning'?", "No collection"),
+    ),
+    "stream-of-show": (("show", "stream", "order-99"), ("Unknown stream", "'order-09'")),
     "command": (("lern",), ("'lern'", "Did you mean 'learn'?")),
     "option": (("ls", "methods", "--jsn"), ("--jsn", "--json")),
     "seed": (("learn", "new", "a.csv", "--seed", "abc"), ("'abc'", "--seed", "integer")),

@@ -39,6 +39,10 @@ def test_the_committed_figures_say_how_they_were_made() -> None:
     assert max(times) < 1.2 * min(times)
     assert found["prog-prompt"][2]["step_ms"] > 3 * found["prog-prompt"][0]["step_ms"]
     assert (PERF / "results" / "growth.png").stat().st_size > 10_000
+    step = {(own["method"], own["task"]): own["step_ms"] for own in record["results"]}
+    times = step["prog-prompt", 60] / step["q-tuning", 60]
+    readme = " ".join((PERF.parent / "README.md").read_text(encoding="utf-8").split())
+    assert f"a step takes {times:.1f} times as long at task 60" in readme
 
 
 def test_the_summary_says_what_the_files_say() -> None:
