@@ -28,11 +28,7 @@ from qtuning.data import load_task
 from qtuning.tasks import Rows
 from qtuning.weights import Hooks, fit_weights, make_examples, make_head, trainable_copy
 
-WAYS = {
-    "float32": ("fp32", "off"),
-    "bf16": ("bf16", "off"),
-    "compiled": ("bf16", "dynamic"),
-}
+WAYS = {"float32": ("fp32", "off"), "bf16": ("bf16", "off"), "compiled": ("bf16", "dynamic")}
 """Number type of the products, and how far it is sped up: compiled, on a card recorded too."""
 BATCH, ROUNDS = 8, 3
 

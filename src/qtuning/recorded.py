@@ -1,8 +1,8 @@
 """Passes of a model in training as CUDA graphs: all kernels of a layer stack are launched at once, forward and back.
 
-Training a small model is thousands of small kernels, and launching them one by one takes most of a step. The first
-pass of a shape runs as it is, which warms up what it needs; the second is recorded, and every later one is a replay on
-new inputs. What a method does around it (losses, memories, penalties, the optimiser) is free to be anything.
+Training a small model is thousands of small kernels, and they take their time to launch one by one. The first pass of
+a shape runs as it is, which warms up what it needs; the second is recorded, and every later one is a replay on new
+inputs. What a method does around it (losses, memories, penalties, the optimiser) is free to be anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,11 +21,14 @@ from torch.nn import functional as F
 from qtuning.backbones.base import Batch
 from qtuning.errors import in_a_line
 from qtuning.graphs import record
+from qtuning.tensors import cut_like
 
 UNIT = 32
 """Positions by which recorded passes differ at least: texts are of many lengths, and each takes a recording."""
 MOST = 256
 """Recordings of one model; other shapes run as they are."""
+NAMES = [field.name for field in fields(Batch)]
+"""Tensors of a batch."""
 
 Read = Callable[[Batch], Tensor]
 """Batch -> states [b, s, h]."""
@@ -95,7 +98,7 @@ class RecordedPasses:
             torch.cuda.empty_cache()  # what passes needed so far, recordings cannot take over
             sizes = [weight.numel() for weight in self.weights]
             flat = torch.zeros(sum(sizes), dtype=self.weights[0].dtype, device=self.weights[0].device)  # fmt: skip
-            self._gradients = [flat, *_parts(flat, self.weights)]
+            self._gradients = [flat, *cut_like(flat, self.weights)]
         return self._gradients
 
 
@@ -111,11 +114,8 @@ class _Pass:
 
     def __init__(self, read: Read, batch: Batch, weights: Sequence[Tensor], shared: list[Tensor]):
         self.weights, self.shared = weights, shared
-        self.batch = replace(
-            batch,
-            inputs_embeds=batch.inputs_embeds.detach().clone().requires_grad_(),
-            **{name: getattr(batch, name).clone() for name in ("is_filled", "is_text", "token_types", "end")},
-        )  # fmt: skip
+        self.batch = Batch(**{name: getattr(batch, name).detach().clone() for name in NAMES})
+        self.batch.inputs_embeds.requires_grad_()
         device = batch.is_filled.device
         self.forward = record(partial(self._forward, read), device)
         self.gradient = torch.zeros_like(self.states)
@@ -140,7 +140,7 @@ class _Pass:
     @torch.no_grad()
     def take(self, batch: Batch) -> None:
         """What is read next."""
-        for name in ("inputs_embeds", "is_filled", "is_text", "token_types", "end"):
+        for name in NAMES:
             getattr(self.batch, name).copy_(getattr(batch, name))
 
 
@@ -164,11 +164,5 @@ class _Replay(torch.autograd.Function):
         own.backward()
         ctx.token = None
         flat = own.shared[0].clone()
-        parts = zip(_parts(flat, own.weights), own.is_used, strict=True)
+        parts = zip(cut_like(flat, own.weights), own.is_used, strict=True)
         return None, None, own.into_embeds.clone(), *(p if used else None for p, used in parts)
-
-
-def _parts(flat: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """One long tensor, cut to the sizes and shapes of the weights."""
-    pieces = torch.split(flat, [weight.numel() for weight in weights])
-    return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]

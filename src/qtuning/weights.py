@@ -31,13 +31,12 @@ from qtuning.recorded import RecordedPasses
 from qtuning.scoring import Quiz, stack_heads
 from qtuning.snapshots import TaskCard
 from qtuning.tasks import Rows, Task
+from qtuning.tensors import cut_like
 
 Groups = Sequence[tuple[Sequence[Tensor], float]]
 """Tensors to be trained, with learning rates."""
 COMPILED = ("on", "dynamic")
 """Ways of compiling that do not wait for times; weights are trained as they are otherwise."""
-RECORDED = COMPILED
-"""Ways in which a card records passes of weights in training."""
 
 
 def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Backbone:
@@ -60,7 +59,7 @@ def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Ba
         layer.__class__ = _with_products(its, backbone.device.type, backbone.dtype)
     own.is_frozen = False
     own.model.requires_grad_(True)
-    if backbone.device.type == "cuda" and backbone.compile in RECORDED:
+    if backbone.device.type == "cuda" and own.compile in COMPILED:
         own.recorded = RecordedPasses(list(model.parameters()), own.max_length)
     return own
 
@@ -100,8 +99,7 @@ def read_weights(backbone: Backbone) -> dict[str, Tensor]:
 def kept_on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A copy on the CPU, in one piece: hundreds of them, task after task, would scatter the memory."""
     flat = torch.cat([t.detach().reshape(-1) for t in tensors.values()]).cpu()
-    pieces = torch.split(flat, [t.numel() for t in tensors.values()])
-    return {n: own.view(t.shape) for (n, t), own in zip(tensors.items(), pieces, strict=True)}
+    return dict(zip(tensors, cut_like(flat, list(tensors.values())), strict=True))
 
 
 @torch.no_grad()

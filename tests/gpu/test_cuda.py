@@ -15,6 +15,7 @@ from qtuning.tasks import Rows
 from qtuning.weights import make_examples, make_head, taking_steps, trainable_copy
 from tests.conftest import SMALL, make_model, make_task, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
+from tests.unit.test_recorded import recorded_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,21 +118,19 @@ def test_gradients_of_weights_in_half_precision_as_eager(kind: str, way: str) ->
     [(kind, "continual-finetune") for kind in ("gpt2", "llama")]
     + [("bert", n) for n in ("a-gem", "ewc", "multi-task", "replay", "idbr", "mbpa++")],
 )
-def test_weights_are_trained_recorded_as_eager(kind: str, name: str, monkeypatch) -> None:
+def test_weights_are_trained_recorded_as_eager(kind: str, name: str) -> None:
     """float64: 1e-8, Llama 1e-6; without compiling, which is compared above."""
-    monkeypatch.setattr("qtuning.weights.RECORDED", ("auto",))
     tasks = [make_task(f"task{i}", rows=8, seed=i) for i in range(3)]
     found = []
-    for mode in ("off", "auto"):
+    for is_recorded in (False, True):
         backbone = on_card(kind, torch.float64)
-        backbone.compile = mode
         own = {**SMALL, "weights_lr": 1e-3, "epochs": 4, "replay_every": 1}
         method = make_method(name, backbone, *make_settings(**own))
+        recorded = recorded_for(method.worker) if is_recorded else None
         state = method.start(0)
         for task in tasks:
             state = method.learn(state, task, task.split(4))
-        recorded = method.worker.recorded
-        assert recorded is None if mode == "off" else recorded._passes
+        assert recorded._passes if recorded else method.worker.recorded is None
         found.append(state.weights)
     for n, weight in found[0].items():
         if not n.endswith("key.bias"):  # whose gradient is 0 but for rounding

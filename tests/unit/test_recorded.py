@@ -36,7 +36,7 @@ def batch_for(worker, rows: int = 2, width: int = 5) -> Batch:
 def test_weights_are_trained_recorded_as_eager(kind: str, name: str) -> None:
     """float64, 1e-9; with several tasks, so that memories are read between two passes of a task."""
     tasks = [make_task(f"task{i}", rows=8, seed=i) for i in range(3)]
-    found, replays = [], 0
+    found = []
     for is_recorded in (False, True):
         backbone = make_backbone(kind, dtype=torch.float64)
         method = make_method(
