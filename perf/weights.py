@@ -1,4 +1,4 @@
-"""A step that trains all weights of a model: in float32, with products in bf16, and with its layers compiled.
+"""A step that trains all weights of a model: in float32, with products in bf16, recorded, and compiled as well.
 
 The ways take turns in one process: 8 texts a step, each a starter text repeated to so many words. In bf16 the layers
 see rounded weights, so a small learning rate shows in the losses some steps later.
@@ -28,8 +28,13 @@ from qtuning.data import load_task
 from qtuning.tasks import Rows
 from qtuning.weights import Hooks, fit_weights, make_examples, make_head, trainable_copy
 
-WAYS = {"float32": ("fp32", "off"), "bf16": ("bf16", "off"), "compiled": ("bf16", "dynamic")}
-"""Number type of the products, and how far it is sped up: compiled, on a card recorded too."""
+WAYS = {
+    "float32": ("fp32", "off"),
+    "bf16": ("bf16", "off"),
+    "recorded": ("bf16", "auto"),
+    "compiled": ("bf16", "dynamic"),
+}
+"""Number type of the products, and how far it is sped up: recorded as CUDA graphs on a card, and compiled."""
 BATCH, ROUNDS = 8, 3
 
 

@@ -98,10 +98,21 @@ def recording_stream(device: torch.device) -> Iterator[None]:
 
 
 @lru_cache
-def _room_for_repeats(device: torch.device) -> tuple[Any, torch.cuda.Stream]:
-    """Memory for recordings and the stream it belongs to; both live as long as the process."""
+def _room_for_repeats(device: torch.device) -> tuple[Any, torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """Memory for recordings, the stream it belongs to, and a recording of nothing; they live as long as the process.
+
+    The recording keeps the memory open: once all recordings in it are gone, torch lets no other one in.
+    """
     with torch.cuda.device(device):
-        return torch.cuda.MemPool(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        pool, stream = torch.cuda.MemPool(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        first = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            nothing = torch.zeros(1, device=device)
+            stream.synchronize()
+            first.capture_begin(pool=pool.id)
+            nothing.zero_()
+            first.capture_end()
+        return pool, stream, first
 
 
 class StepGraphs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from statistics import mean, stdev
 from typing import Any
@@ -41,8 +41,8 @@ def summarise(results: Sequence[Record]) -> dict[str, Any]:
                 entry = conditions.setdefault(backbone, {}).setdefault(label, {})
                 entry[section] = _conditions([r for seeds in runs.values() for r in seeds.values()])
     return {
-        "long_sequence": {backbone: _long(labels) for backbone, labels in long.items()},
-        "lifelong": {backbone: _lifelong(labels) for backbone, labels in lifelong.items()},
+        "long_sequence": {own: _section(LONG, long[own], _long_order) for own in long},
+        "lifelong": {own: _section(LIFELONG, lifelong[own], _lifelong_order) for own in lifelong},
         "conditions": conditions,
     }
 
@@ -65,14 +65,16 @@ def _arranged(results: Sequence[Record], orders: Sequence[str]) -> dict[str, Lab
     return found
 
 
-def _long(labels: Labels) -> dict[str, Any]:
+def _section(
+    orders: Sequence[str], labels: Labels, figures: Callable[[Seeds], dict[str, Any]]
+) -> dict[str, Any]:
     """Each order, the mean over the orders, and how far that is from the control's."""
-    averages = {label: _over(LONG, runs) for label, runs in labels.items()}
+    averages = {label: _over(orders, runs) for label, runs in labels.items()}
     found: dict[str, Any] = {}
     for label, runs in labels.items():
         control = _control(label)
         found[label] = {
-            "orders": {order: _spread(_scores(runs[order])) for order in runs},
+            "orders": {order: figures(runs[order]) for order in runs},
             "average": _spread_or_none(averages[label]),
         }
         if label != control:
@@ -104,14 +106,9 @@ def _minus(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, An
     return {**_spread(differences), "p": None if math.isnan(p) else _rounded(p)}
 
 
-def _lifelong(labels: Labels) -> dict[str, Any]:
-    return {
-        label: {
-            "orders": {order: _lifelong_order(runs[order]) for order in runs},
-            "average": _spread_or_none(_over(LIFELONG, runs)),
-        }
-        for label, runs in labels.items()
-    }
+def _long_order(runs: Seeds) -> dict[str, Any]:
+    """Scores."""
+    return _spread(_scores(runs))
 
 
 def _lifelong_order(runs: Seeds) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from qtuning.tensors import cut_like
 Groups = Sequence[tuple[Sequence[Tensor], float]]
 """Tensors to be trained, with learning rates."""
 COMPILED = ("on", "dynamic")
-"""Ways of compiling that do not wait for times; weights are trained as they are otherwise."""
+"""Ways of compiling that do not wait for times; in others the layers of weights in training are not compiled."""
 
 
 def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Backbone:
@@ -59,7 +59,7 @@ def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Ba
         layer.__class__ = _with_products(its, backbone.device.type, backbone.dtype)
     own.is_frozen = False
     own.model.requires_grad_(True)
-    if backbone.device.type == "cuda" and own.compile in COMPILED:
+    if backbone.device.type == "cuda" and own.compile != "off":
         own.recorded = RecordedPasses(list(model.parameters()), own.max_length)
     return own
 

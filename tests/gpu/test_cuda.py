@@ -15,7 +15,6 @@ from qtuning.tasks import Rows
 from qtuning.weights import make_examples, make_head, taking_steps, trainable_copy
 from tests.conftest import SMALL, make_model, make_task, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
-from tests.unit.test_recorded import recorded_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,13 +123,14 @@ def test_weights_are_trained_recorded_as_eager(kind: str, name: str) -> None:
     found = []
     for is_recorded in (False, True):
         backbone = on_card(kind, torch.float64)
+        backbone.compile = "auto" if is_recorded else "off"
         own = {**SMALL, "weights_lr": 1e-3, "epochs": 4, "replay_every": 1}
         method = make_method(name, backbone, *make_settings(**own))
-        recorded = recorded_for(method.worker) if is_recorded else None
         state = method.start(0)
         for task in tasks:
             state = method.learn(state, task, task.split(4))
-        assert recorded._passes if recorded else method.worker.recorded is None
+        recorded = method.worker.recorded
+        assert recorded._passes if is_recorded else recorded is None
         found.append(state.weights)
     for n, weight in found[0].items():
         if not n.endswith("key.bias"):  # whose gradient is 0 but for rounding

@@ -15,7 +15,7 @@ from qtuning.errors import RecordError
 from qtuning.presets import get_preset
 from qtuning.report.gather import gather
 from qtuning.run_labels import label_of
-from qtuning.summary import LONG, summarise
+from qtuning.summary import LENGTH_MATCHED, LIFELONG, LONG, summarise
 
 
 def record(
@@ -204,6 +204,11 @@ def test_lifelong_streams() -> None:
     whole = summarise([*results, record("order-12", seed=0, score=0.8, test_limit=100)])
     average = whole["lifelong"]["minilm"]["q-tuning"]["average"]
     assert average == {"mean": 0.5, "sd": None, "n": 1, "seeds": {"0": 0.5}}
+    assert whole["lifelong"]["minilm"]["q-tuning"]["minus_length_matched"] is None
+    controls = [record(o, LENGTH_MATCHED, score=0.4, test_limit=100) for o in LIFELONG]
+    both = summarise([*results, record("order-12", score=0.8, test_limit=100), *controls])
+    paired = both["lifelong"]["minilm"]["q-tuning"]["minus_length_matched"]
+    assert (paired["control"], paired["mean"], paired["n"]) == (LENGTH_MATCHED, 0.1, 1)
     conditions = found["conditions"]["minilm"]["q-tuning"]
     assert conditions["lifelong"]["test_limit"] == [100]
     assert conditions["long_sequence"]["test_limit"] == [250]
