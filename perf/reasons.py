@@ -148,6 +148,34 @@ def draw_lifelong() -> None:
     _save(figure, "reasons-lifelong.png")
 
 
+def draw_quick() -> None:
+    """A line for every method, from 20 steps a task to 160, each seed a mark."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for folder in ("quick-smollm2", "lifelong-smollm2"):
+        for file in sorted((RECORDS / folder / "order-11").glob("*/*/result.json")):
+            record = json.loads(file.read_text())
+            if label_of(record) in MARKS:
+                own = found.setdefault(record["method"], {})
+                steps = own.setdefault(record["settings"]["most_steps"], [])
+                steps.append(100 * record["average_score"])
+    figure, axis = pyplot.subplots(figsize=(6.4, 4))
+    both = {method: own for method, own in found.items() if len(own) == 2}
+    for method, own in sorted(both.items(), key=lambda each: -mean(each[1][20])):
+        mark, colour = MARKS[method]
+        line = "-" if method.startswith(("q-tuning", "shared")) else "--"
+        axis.plot([20, 160], [mean(own[20]), mean(own[160])], line, color=colour, lw=1.5)
+        label = f"{method}, {mean(own[20]):.1f} and {mean(own[160]):.1f}"
+        axis.plot([20] * 3 + [160] * 3, own[20] + own[160], mark, color=colour, label=label, alpha=0.8)  # fmt: skip
+    axis.set(xscale="log", xlabel="steps a task", ylabel="average of 70 tasks (order 11), %")
+    axis.set_xticks([20, 160], ["20", "160"])
+    axis.minorticks_off()
+    axis.set_xlim(16, 200)
+    axis.set_title("solid: something is carried on from earlier tasks")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower right")
+    _save(figure, "reasons-quick.png")
+
+
 def draw_shots() -> None:
     """A line for every method over texts per class, each seed a mark."""
     figure, axis = pyplot.subplots(figsize=(6, 3.4))
@@ -266,6 +294,7 @@ if __name__ == "__main__":
     draw_tried("starts", "all eight", "reasons-starts.png")
     draw_tasks()
     draw_lifelong()
+    draw_quick()
     draw_shots()
     draw_forgetting()
     draw_transfer()
