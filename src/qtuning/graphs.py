@@ -104,7 +104,8 @@ def _room_for_repeats(device: torch.device) -> tuple[Any, torch.cuda.Stream, tor
     The recording keeps the memory open: once all recordings in it are gone, torch lets no other one in.
     """
     with torch.cuda.device(device):
-        pool, stream = torch.cuda.MemPool(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        pool: Any = torch.cuda.MemPool()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         first = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             nothing = torch.zeros(1, device=device)
