@@ -26,7 +26,7 @@ from qtuning.snapshots import Snapshot, predict_log_probs
 from qtuning.stream_loop import run_stream
 from qtuning.streams import get_stream
 from qtuning.tasks import Split, Task
-from qtuning.warm_start import loss_under
+from qtuning.warm_start import word_losses
 
 RESULT = Path(__file__).parent / "results" / "transfer-smollm2.json"
 METHOD, MODEL, SEED, LENGTH = "per-task-prompt", "smollm2-135m", 100, 96
@@ -90,7 +90,7 @@ def measure(backbone: Backbone, prompt: Snapshot, task: Task, split: Split) -> t
     card = type(prompt.card).of(task)
     asked = Snapshot(card, prompt.rows)
     words = [card.label_words[name] for name in card.label_names]
-    loss = loss_under(backbone, asked, split.train, backbone.answers(words))
+    (loss,) = word_losses(backbone, [asked], split.train, backbone.answers(words))
     guess = predict_log_probs(backbone, asked, split.test.texts).argmax(dim=-1).tolist()
     return loss, score_predictions(task.metric, split.test.labels, guess, split.test.groups)
 

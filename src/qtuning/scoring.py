@@ -71,21 +71,15 @@ class AnswererTable:
         return [line[:size] for line, size in zip(found, sizes, strict=True)]
 
     def padded_log_probs(
-        self, backbone: Backbone, tokens: Sequence[Tokens], asked: Sequence[int]
+        self,
+        backbone: Backbone,
+        tokens: Sequence[Tokens],
+        asked: Sequence[int],
+        among_labels: bool = True,
     ) -> Tensor:
-        """The same in one tensor [texts, most labels of those asked], -inf past a task's own."""
+        """The same in one tensor [texts, most labels of those asked], -inf past a task's own; see `Quiz.log_probs`."""
         quiz = Quiz(backbone, tokens, asked, self.slots, self.answers, self._prefixes)
-        return quiz.log_probs(self.bank, self.heads)
-
-
-def score(backbone: Backbone, queries: Sequence[Query]) -> list[Tensor]:
-    """Log-probabilities [labels] of each query's own labels, in the order of the queries."""
-    if not queries:
-        return []
-    answerers = list({id(q.answerer): q.answerer for q in queries}.values())
-    number = {id(answerer): i for i, answerer in enumerate(answerers)}
-    asked = [number[id(query.answerer)] for query in queries]
-    return AnswererTable(answerers).log_probs(backbone, [q.tokens for q in queries], asked)
+        return quiz.log_probs(self.bank, self.heads, among_labels)
 
 
 class Quiz:
@@ -126,12 +120,13 @@ class Quiz:
         self.size = len(rows)
 
     @torch.no_grad()
-    def log_probs(self, bank: Tensor, heads: Head | None) -> Tensor:
+    def log_probs(self, bank: Tensor, heads: Head | None, among_labels: bool = True) -> Tensor:
         """[queries, most labels of those asked], -inf past the labels of a query's task.
 
         Args:
             bank: [rows, d] prompt vectors, in which the slots lie.
             heads: Those of an encoder's tasks, stacked: [tasks, most labels, h].
+            among_labels: Whether one of the labels must be it; else of label words among all words.
         """
         found = torch.full((self.size, self.widest), -torch.inf, dtype=self.backbone.lane_dtype)
         found = found.to(bank.device)
@@ -145,7 +140,7 @@ class Quiz:
                 raw = self._words(batch, hidden)
             columns = torch.arange(raw.shape[1], device=raw.device)
             raw = raw.where(columns < self.labels[batch.task][:, None], -torch.inf)
-            found[batch.place, : raw.shape[1]] = F.log_softmax(raw, dim=-1)
+            found[batch.place, : raw.shape[1]] = F.log_softmax(raw, dim=-1) if among_labels else raw
         return found
 
     def _hidden(self, batch: _QuizBatch, bank: Tensor) -> Tensor:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones import AnswerSet, Backbone
+from qtuning.backbones.prefixes import PromptMemory
 from qtuning.config import MethodSettings
 from qtuning.errors import ConfigError
 from qtuning.keys import directions, read_features
-from qtuning.scoring import Answerer, Query, score
+from qtuning.scoring import Answerer, AnswererTable
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Rows, Split
-from qtuning.weights import Examples
 
 CANDIDATES = 10
 """Tasks that are asked, at most: the latest."""
@@ -67,10 +67,9 @@ def find_start(
     if settings.warm_start == "key":
         features = read_features(backbone, train.texts)
         costs = [-similarity(features, each) for each in known]
-    elif settings.warm_start == "answers":
-        costs = answer_losses(backbone, known, train, answers)
     else:
-        costs = [loss_under(backbone, each, train, answers) for each in known]
+        losses = answer_losses if settings.warm_start == "answers" else word_losses
+        costs = losses(backbone, known, train, answers)
     cost, best = min(zip(costs, range(len(known)), strict=True))
     if settings.warm_start == "answers" and cost >= math.log(len(answers.sequences)):
         return Start(None, cost)  # guessing is as good
@@ -85,25 +84,38 @@ def similarity(features: Tensor, snapshot: Snapshot) -> float:
     return float((directions(features, key.mean, key.spread) @ key.vector).mean())
 
 
-@torch.no_grad()
-def loss_under(backbone: Backbone, snapshot: Snapshot, train: Rows, answers: AnswerSet) -> float:
-    """The training loss (Eq. 8) of these examples under another task's finished prompt."""
-    prompt = snapshot.rows.to(backbone.device)
-    tokens = backbone.tokenize(train.texts, len(prompt), answers.longest)
-    examples = Examples(backbone, answers, None, tokens, train.labels, prompt)
-    return float(examples.loss(range(len(examples))))
+def word_losses(
+    backbone: Backbone, snapshots: Sequence[Snapshot], train: Rows, answers: AnswerSet
+) -> list[float]:
+    """Of each finished prompt, the training loss (Eq. 8): over the tokens of the right label, among all words."""
+    tokens = sum(len(answers.sequences[label]) for label in train.labels)
+    right = _of_right_label(backbone, snapshots, train, answers, among_labels=False)
+    return (-right.sum(dim=1) / tokens).tolist()
 
 
 def answer_losses(
     backbone: Backbone, snapshots: Sequence[Snapshot], train: Rows, answers: AnswerSet
 ) -> list[float]:
     """Of each finished prompt, the mean loss of the right label among the labels; guessing has log(labels)."""
-    queries = []
-    for snapshot in snapshots:
-        answerer = Answerer(snapshot.rows.to(backbone.device), answers)
-        tokens = backbone.tokenize(train.texts, len(snapshot.rows), answers.longest)
-        queries += [Query(answerer, each) for each in tokens]
-    found = torch.stack(score(backbone, queries)).cpu().double()
-    gold = torch.tensor(train.labels).repeat(len(snapshots))
-    right = found.gather(1, gold[:, None]).view(len(snapshots), len(train))
+    right = _of_right_label(backbone, snapshots, train, answers, among_labels=True)
     return (-right.mean(dim=1)).tolist()
+
+
+def _of_right_label(
+    backbone: Backbone,
+    snapshots: Sequence[Snapshot],
+    train: Rows,
+    answers: AnswerSet,
+    among_labels: bool,
+) -> Tensor:
+    """Log-probabilities [snapshots, n] of the right labels under each finished prompt, all read in one go."""
+    table = AnswererTable([Answerer(s.rows.to(backbone.device), answers) for s in snapshots])
+    if backbone.remembers_prompts and not backbone.reads_lines:
+        table.remember_prompts(PromptMemory(backbone.model))
+    tokens = [
+        t for s in snapshots for t in backbone.tokenize(train.texts, len(s.rows), answers.longest)
+    ]
+    asked = [number for number in range(len(snapshots)) for _ in train.texts]
+    found = table.padded_log_probs(backbone, tokens, asked, among_labels).cpu().double()
+    gold = torch.tensor(train.labels).repeat(len(snapshots))
+    return found.gather(1, gold[:, None]).view(len(snapshots), len(train))

@@ -347,10 +347,10 @@ def test_the_best_state_by_validation_is_kept(bert) -> None:
     assert facts["validation_score"] == max(scores)
     assert scores[int(facts["best_epoch"]) - 1] == max(scores)
     from qtuning.evaluation import score_predictions
-    from qtuning.scoring import Query, score
+    from qtuning.scoring import AnswererTable
 
-    answerer = lane.finish({}).snapshots[lane.task].answerer(bert)
-    found = score(bert, [Query(answerer, t) for t in lane.validation])
+    table = AnswererTable([lane.finish({}).snapshots[lane.task].answerer(bert)])
+    found = table.log_probs(bert, lane.validation, [0] * len(lane.validation))
     again = score_predictions("accuracy", lane.validation_labels, [int(f.argmax()) for f in found])
     assert again == max(scores)
     assert [p.epoch for p in seen] == list(range(1, 13))

@@ -14,7 +14,7 @@ from qtuning.errors import ConfigError
 from qtuning.keys import learn_key, read_features, with_key
 from qtuning.lanes import fit_lanes
 from qtuning.methods import make_method
-from qtuning.warm_start import CANDIDATES, answer_losses, find_start, loss_under
+from qtuning.warm_start import CANDIDATES, answer_losses, find_start, word_losses
 from tests.conftest import SMALL, make_backbone, make_task
 
 
@@ -104,9 +104,8 @@ def test_a_warm_start_is_the_prompt_of_the_task_with_the_lowest_loss(kind: str) 
     assert lane.start.source.card.name == best
     assert lane.start.cost == pytest.approx(by_hand[best], abs=1e-4)
     assert torch.equal(lane.trained["prompt"], state.snapshots[best].rows[-2:])
-    for name, snapshot in state.snapshots.items():
-        found = loss_under(backbone, snapshot, split.train, lane.answers)
-        assert found == pytest.approx(by_hand[name], abs=1e-4)
+    found = word_losses(backbone, list(state.snapshots.values()), split.train, lane.answers)
+    assert found == pytest.approx(list(by_hand.values()), abs=1e-4)
     after, _ = learn(method, state, task)
     facts = after.snapshots["next"].facts
     assert (facts["source"], facts["source_cost"]) == (best, lane.start.cost)
@@ -210,7 +209,8 @@ def test_the_number_of_tasks_read_and_asked_does_not_grow(llama, monkeypatch) ->
     known = Counting({f"copy{i}": state.snapshots["task0"] for i in range(2 * CANDIDATES)})
     read, asked = [], []
     monkeypatch.setattr(
-        "qtuning.warm_start.loss_under", lambda *given: asked.append(given) or len(asked)
+        "qtuning.warm_start.word_losses",
+        lambda _, given, *rest: asked.extend(given) or [1.0] * len(given),
     )
     split = make_task("next", rows=8).split(4, 0)
     find_start(llama, method.settings, known, split, lanes[0].answers)
