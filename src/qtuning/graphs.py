@@ -61,22 +61,37 @@ def record(step: Callable[[], None], device: torch.device) -> Callable[[], None]
         raise RuntimeError(
             f"an earlier recording failed: {_failed[0]}"
         )  # and left its memory unusable
-    graph = torch.cuda.CUDAGraph()
-    pool = _room_for_repeats(device)[0]
     try:
         with recording_stream(device):
-            graph.capture_begin(pool=pool.id)
-            try:
-                step()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # which would hide what happened
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            return _recorded(step, _room_for_repeats(device)[0]).replay
     except Exception as error:
         _failed.append(in_a_line(error))
         raise
-    return graph.replay
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether steps can be recorded there: on a card, if its driver lets us."""
+    if device.type != "cuda" or _failed:
+        return False
+    try:
+        _room_for_repeats(device)
+    except RuntimeError as error:
+        _failed.append(in_a_line(error))
+    return not _failed
+
+
+def _recorded(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """A step as a graph, in that memory and on the stream that is current."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool.id)
+    try:
+        step()
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # which would hide what happened
+            graph.capture_end()
+        raise
+    graph.capture_end()
+    return graph
 
 
 @contextlib.contextmanager
@@ -104,16 +119,11 @@ def _room_for_repeats(device: torch.device) -> tuple[Any, torch.cuda.Stream, tor
     The recording keeps the memory open: once all recordings in it are gone, torch lets no other one in.
     """
     with torch.cuda.device(device):
-        pool: Any = torch.cuda.MemPool()
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        first = torch.cuda.CUDAGraph()
+        pool, stream = torch.cuda.MemPool(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             nothing = torch.zeros(1, device=device)
             stream.synchronize()
-            first.capture_begin(pool=pool.id)
-            nothing.zero_()
-            first.capture_end()
-        return pool, stream, first
+            return pool, stream, _recorded(nothing.zero_, pool)
 
 
 class StepGraphs:

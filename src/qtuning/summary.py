@@ -11,7 +11,7 @@ from typing import Any
 from qtuning.config import MethodSettings
 from qtuning.errors import RecordError
 from qtuning.evaluation import sign_flip_p
-from qtuning.run_labels import circumstances, label_runs
+from qtuning.run_labels import circumstances, label_of, label_runs
 
 LONG = ("order-08", "order-09", "order-10")
 LIFELONG = ("order-11", "order-12", "order-13")
@@ -41,8 +41,10 @@ def summarise(results: Sequence[Record]) -> dict[str, Any]:
                 entry = conditions.setdefault(backbone, {}).setdefault(label, {})
                 entry[section] = _conditions([r for seeds in runs.values() for r in seeds.values()])
     return {
-        "long_sequence": {own: _section(LONG, long[own], _long_order) for own in long},
-        "lifelong": {own: _section(LIFELONG, lifelong[own], _lifelong_order) for own in lifelong},
+        "long_sequence": {b: _section(LONG, labels, _long_order) for b, labels in long.items()},
+        "lifelong": {
+            b: _section(LIFELONG, labels, _lifelong_order) for b, labels in lifelong.items()
+        },
         "conditions": conditions,
     }
 
@@ -70,9 +72,17 @@ def _section(
 ) -> dict[str, Any]:
     """Each order, the mean over the orders, and how far that is from the control's."""
     averages = {label: _over(orders, runs) for label, runs in labels.items()}
+    any_run = {
+        label: next(iter(next(iter(runs.values())).values())) for label, runs in labels.items()
+    }
+    controls = {
+        _compared_under(record): label
+        for label, record in any_run.items()
+        if record["method"] == LENGTH_MATCHED
+    }
     found: dict[str, Any] = {}
     for label, runs in labels.items():
-        control = _control(label)
+        control = controls.get(_compared_under(any_run[label]), "")
         found[label] = {
             "orders": {order: figures(runs[order]) for order in runs},
             "average": _spread_or_none(averages[label]),
@@ -90,11 +100,12 @@ def _over(orders: Sequence[str], runs: Mapping[str, Seeds]) -> dict[int, float]:
     return {seed: mean(each[seed] for each in scores) for seed in whole}
 
 
-def _control(label: str) -> str:
-    """The length-matched prompt under the same conditions: with what was changed but Q-tuning's own switches."""
-    changed = label.split(", ")[1:]
-    kept = (c for c in changed if c.split()[0] not in SWITCHES or c == KEEPS_ALL)
-    return ", ".join([LENGTH_MATCHED, *kept])
+def _compared_under(record: Record) -> tuple[Any, ...]:
+    """Equal for a run and its control: the same conditions and changed settings, but Q-tuning's own switches."""
+    changed = label_of(record).split(", ")[1:]
+    kept = [c for c in changed if c.split()[0] not in SWITCHES or c == KEEPS_ALL]
+    config = circumstances(record)  # cells in between change no average
+    return *kept, *((k, config[k]) for k in sorted(config) if k not in ("method", "inner_rows"))
 
 
 def _minus(own: Mapping[int, float], other: Mapping[int, float]) -> dict[str, Any] | None:

@@ -24,7 +24,7 @@ from qtuning.backbones.compiled import repeated_layers
 from qtuning.config import TrainSettings
 from qtuning.errors import TrainingError, in_a_line
 from qtuning.evaluation import score_predictions
-from qtuning.graphs import recording_stream
+from qtuning.graphs import can_record, recording_stream
 from qtuning.lanes import Progress, Report
 from qtuning.objectives import IGNORE, cross_entropy
 from qtuning.recorded import RecordedPasses
@@ -36,7 +36,7 @@ from qtuning.tensors import cut_like
 Groups = Sequence[tuple[Sequence[Tensor], float]]
 """Tensors to be trained, with learning rates."""
 COMPILED = ("on", "dynamic")
-"""Ways of compiling that do not wait for times; in others the layers of weights in training are not compiled."""
+"""With these the layers of weights in training are compiled at once; with `auto` they never are."""
 
 
 def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Backbone:
@@ -59,7 +59,7 @@ def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Ba
         layer.__class__ = _with_products(its, backbone.device.type, backbone.dtype)
     own.is_frozen = False
     own.model.requires_grad_(True)
-    if backbone.device.type == "cuda" and own.compile != "off":
+    if own.compile != "off" and can_record(own.device):
         own.recorded = RecordedPasses(list(model.parameters()), own.max_length)
     return own
 
@@ -311,5 +311,5 @@ def _settle_compiling(train: Examples, batch_size: int) -> None:
         raise  # without compiling it would need more
     except Exception as error:
         said = in_a_line(error)
-        backbone.is_compiled, backbone.compile = False, "off"
+        backbone.is_compiled, backbone.compile = False, "auto"
         warnings.warn(f"{backbone.name!r} is trained without compiling ({said}).", stacklevel=2)

@@ -459,7 +459,7 @@ def test_what_the_findings_say_in_short_is_what_they_say() -> None:
         ("3.5 above `q-tuning-plus` on order 9", "3.5 above `q-tuning-plus` on order 9"),
         ("61.2 where `q-tuning-plus` has 60.7", "With the same seeds `q-tuning-plus` has 60.7"),
         ("from 61.4 to 54.4", "falls from 61.4 to 54.4"),
-        ("(59.5 if it goes over a quarter", "| `replay` | 59.5 ± 0.3"),
+        ("(59.5 with `replay`", "| `replay` | 59.5 ± 0.3"),
         ("11.0 points above short prompts", "per task Q-tuning is 11.0 points"),
         ("4.4 above equally long ones", "Q-tuning is 4.4 points above a prompt as long"),
         ("`q-tuning-plus` 6.7 above those", "`q-tuning-plus` 6.7 (5.0 to 9.3, all nine)"),

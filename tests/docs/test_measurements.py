@@ -145,7 +145,15 @@ def test_the_figures_of_training_weights_are_those_of_the_measurements() -> None
         f"products in bfloat16, {step['recorded']:.1f} with recorded passes, {step['compiled']:.1f} with"
     )
     assert said in page
-    assert f"{found['times_float32']['compiled']:.1f} times as fast" in page
+    times = step["float32"] / step["compiled"], step["bf16"] / step["compiled"]
+    assert (
+        "{:.1f} times as fast as the first and {:.1f} times as fast as the second".format(*times)
+        in page
+    )
+    losses = list(
+        zip(*(found["first_losses"][way] for way in ("bf16", "recorded", "compiled")), strict=True)
+    )
+    assert f"differ by at most {max(max(each) - min(each) for each in losses):.3f};" in page
     half, compiled = (sorted(found["step_ms"][way]) for way in ("bf16", "compiled"))
     spread = f"{half[0]:.0f} to {half[2]:.0f} and {compiled[0]:.1f} to {compiled[2]:.1f} over three"
     assert spread in page

@@ -177,6 +177,20 @@ def test_the_same_run_twice_is_refused() -> None:
         summarise([record(), record(score=0.6)])
 
 
+def test_a_control_is_found_by_its_conditions() -> None:
+    """Whatever else there is: labels say only what sets runs apart, and a second preset changes some of them."""
+    alike = [("q-tuning", 0.5, {}), ("q-tuning", 0.6, {"eviction": "fifo"}), (LENGTH_MATCHED, 0.4, {})]  # fmt: skip
+    results = [record(o, m, score=s, changed=c) for o in LONG for m, s, c in alike]
+    other = [record(o, LENGTH_MATCHED, score=0.1, preset="other", inner_rows=0) for o in LONG]
+    alone = summarise(results)["long_sequence"]["minilm"]
+    both = summarise([*results, *other])["long_sequence"]["minilm"]
+    for label in ("q-tuning", "q-tuning, eviction fifo"):
+        found = [labels[label]["minus_length_matched"] for labels in (alone, both)]
+        assert found[0]["mean"] == found[1]["mean"] > 0
+        assert [each["control"] in labels for each, labels in zip(found, (alone, both), strict=True)]  # fmt: skip
+    assert both[found[1]["control"]]["average"]["mean"] == 0.4
+
+
 def test_backbones_stay_apart() -> None:
     found = summarise([record(), record(model="bge-small", test_limit=9)])
     assert {name: list(labels) for name, labels in found["long_sequence"].items()} == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from qtuning.cli import main
 from qtuning.streams import get_stream, list_tasks
+from qtuning.tuning import BUDGET
 from tests.conftest import THINGS, TOPICS, make_model, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,18 @@ def test_every_table_is_a_sweep(file: Path, command: Any, planner: ModuleType) -
     code, said = command("sweep", str(file), "--dry-run")
     assert code == 0, said
     assert f"{sum(len(pack.seeds) for pack in packs)} runs" in said
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "tables" / "tuning").glob("*.yaml")), ids=lambda f: f.stem
+)
+def test_candidates_are_as_many_for_every_method_and_look_at_no_reported_row(
+    file: Path, planner: ModuleType
+) -> None:
+    packs = planner.read_packs(file)
+    assert f"qtuning sweep tables/tuning/{file.name} --data DIR" in file.read_text()
+    assert {get_stream(pack.config.stream).protocol for pack in packs} == {"tuning"}
+    assert set(Counter(pack.config.method for pack in packs).values()) == {BUDGET}
 
 
 def test_presets_fit_the_streams(planner: ModuleType) -> None:
