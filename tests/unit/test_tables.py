@@ -151,7 +151,7 @@ def test_the_plan_in_the_document_is_the_json(planner: ModuleType) -> None:
     ]
     assert f"{hours[1]} hours for the first file, {hours[0]} for the second" in page
     for name, entry in found["tables"].items():  # nothing is guessed
-        of_smollm2 = "smollm2" in name and not name.startswith("finetuning")
+        of_smollm2 = "smollm2" in name and not name.startswith(("finetuning", "rehearsal"))
         timed = (name.startswith("paper-t5") and "rivals" not in name) or of_smollm2
         assert (entry["minutes"] is not None) == timed, name
 
