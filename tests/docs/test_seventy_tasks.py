@@ -347,6 +347,15 @@ def test_the_findings_on_twenty_steps_are_those_of_the_records() -> None:
         ("{:.2f} seconds of a run here", [mean(seconds[1:])]),
     ):  # fmt: skip
         assert said.format(*numbers) in words, said
+    encoder = {label.split(",")[0]: own for label, own in records_in("quick-minilm").items()}
+    scores = {method: 100 * own["order-11", 0]["average_score"] for method, own in encoder.items()}
+    assert all(
+        record["backward_transfer"] == 0 for own in encoder.values() for record in own.values()
+    )
+    said = "one seed: shared prompt {:.1f}, Q-tuning {:.1f}, a prompt of 5 vectors per task {:.1f},"
+    assert (
+        said.format(*(scores[m] for m in ("shared-prompt", "q-tuning", "per-task-prompt"))) in words
+    )
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = (
         "{:.1f} % with a prompt that is carried on, {:.1f} with `q-tuning-plus`, {:.1f} with Q-tuning, "
