@@ -22,11 +22,11 @@ from qtuning.errors import BackboneError, ConfigError
 from qtuning.scoring import (
     CPU_TOKENS,
     Answerer,
+    AnswererTable,
     Query,
     Quiz,
     batches_by_length,
     exact_matches,
-    score,
 )
 from tests.conftest import (
     CONFIGS,
@@ -40,6 +40,12 @@ from tests.conftest import (
 
 TEXTS = ["good soup", "the river was cold and slow and late", "no"]
 WORDS = ["negative", "report problem", "report status", "how to"]
+
+
+def score(backbone, queries: list[Query]) -> list[torch.Tensor]:
+    """Log-probabilities of each query's own labels, every one with a place of its own in the table."""
+    table = AnswererTable([query.answerer for query in queries])
+    return table.log_probs(backbone, [query.tokens for query in queries], range(len(queries)))
 
 
 def bank_of(backbone, rows: int, seed: int = 1) -> torch.Tensor:
