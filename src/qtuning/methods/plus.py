@@ -3,8 +3,8 @@
 What came out best of the departures from the paper that were tried (docs/findings.md): finished prompts are worth more
 as a place to start from than as frozen rows before the new one. So there is no queue here; the latest tasks are asked
 which of them, as it stands, answers the new task's training examples best, and that prompt is taken if it beats
-guessing (`warm_start: answers`); where a task has few steps, the one with the lowest loss is better, without a bar
-(`warm_start: loss`, the preset `smollm2-quick`).
+guessing (`warm_start: answers`). For few steps a task the best candidate took the one with the lowest loss, without a
+bar (`warm_start: loss`, the preset `smollm2-quick`).
 
 Relations: `per-task-prompt-long` is the same without the start, and learns exactly what this learns where no earlier
 task beats guessing.
