@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable
 from statistics import mean, stdev
 
 from qtuning.presets import get_preset
@@ -282,31 +281,26 @@ def test_the_findings_on_twenty_steps_are_those_of_the_records() -> None:
         f"{of_kind(plus, kind):.1f} and {of_kind(CONTROL, kind):.1f}" for kind in KINDS
     )
 
-    def ahead_on(one: str, which: Callable[[str], bool]) -> list[float]:
-        """Of one method before the control, on each task that is asked for in each run."""
+    def gains(one: str) -> list[tuple[int, str, str | None, float]]:
+        """Place, task, where it started, and points above the control, of every run."""
         return [
-            100 * (task["score"] - runs[CONTROL][key]["tasks"][name]["score"])
+            (i, name, task["source"], 100 * (task["score"] - runs[CONTROL][key]["tasks"][name]["score"]))
             for key, record in runs[one].items()
-            for name, task in record["tasks"].items()
-            if which(name)
-        ]
+            for i, (name, task) in enumerate(record["tasks"].items())
+        ]  # fmt: skip
 
     def by_tens(one: str) -> list[str]:
-        places = [list(record["tasks"]) for record in runs[one].values()]
-        own = [ahead_on(one, lambda _: True)[i : i + 70] for i in range(0, 70 * len(places), 70)]
-        return [
-            f"{mean(x for each in own for x in each[i : i + 10]):.1f}" for i in range(0, 70, 10)
-        ]
+        return [f"{mean(x for i, *_, x in gains(one) if i // 10 == ten):.1f}" for ten in range(7)]
 
-    lower = [-mean(ahead_on(plus, lambda n, t=t: n == t)) for t in ("imdb", "wic", "qqp", "copa")]
+    lower = [
+        -mean(x for _, name, _, x in gains(plus) if name == task)
+        for task in ("imdb", "wic", "qqp", "copa")
+    ]
     news = [f"{of_task(method, 'agnews'):.1f}" for method in (plus, CONTROL)]
-    relatives: dict[bool, list[float]] = {True: [], False: []}
-    for key, record in runs[plus].items():
-        for name, task in record["tasks"].items():
-            if kind_of(name) == "banking77" and task["source"]:
-                gain = task["score"] - runs[CONTROL][key]["tasks"][name]["score"]
-                relatives[kind_of(task["source"]) == "banking77"].append(100 * gain)
-    by_start = [f(relatives[is_own]) for is_own in (True, False) for f in (len, mean)]
+    intents = [(start, x) for _, n, start, x in gains(plus) if start and kind_of(n) == "banking77"]
+    relatives = [x for start, x in intents if kind_of(start) == "banking77"]
+    strangers = [x for start, x in intents if kind_of(start) != "banking77"]
+    by_start = [len(relatives), mean(relatives), len(strangers), mean(strangers)]
     gained = {method: f"{many[method] - few[method]:.1f}" for method in runs}
     seconds = [cost["seconds"] for cost in every[0]["costs"]]
     tried = json.loads((ROOT / "results" / "tuning-smollm2-quick.json").read_text())["tried"]
