@@ -45,7 +45,7 @@ def run(
     ] = None,
     test_limit: Annotated[str | None, typer.Option(help="Test rows per class, or 'all'.")] = None,
     evaluate_with: Annotated[
-        str | None, typer.Option(help="snapshot, or current (diagnostic).")
+        str | None, typer.Option(help="snapshot, or a diagnostic: shared, current.")
     ] = None,
     settings: Annotated[
         list[str] | None,

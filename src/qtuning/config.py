@@ -14,7 +14,7 @@ from qtuning.eviction import EVICTIONS
 
 RETENTIONS = ("kl", "jsd", "none")
 SHARED_SCHEDULES = ("all", "algorithm1")
-WARM_STARTS = ("none", "loss", "answers", "key")
+WARM_STARTS = ("none", "loss", "answers", "key", "latest", "first")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class MethodSettings:
     keep_prompts: bool = True
     """Put finished prompts into the queue; off, it stays as it began: rows that no task was learnt into."""
     warm_start: str = "none"
-    """Where the new prompt starts: none (vocabulary), or an earlier task: lowest loss, best answers or nearest key."""
+    """Where the new prompt starts: none (vocabulary), or an earlier task: by loss, answers, key; latest; first."""
     mlp: bool = False
     """Train prompts through a residual MLP, baked at the end of the task."""
     mlp_hidden: int = 512

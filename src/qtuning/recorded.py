@@ -35,7 +35,10 @@ Read = Callable[[Batch], Tensor]
 
 
 class RecordedPasses:
-    """Stands in for `Backbone.text_states` of a model whose weights are trained in place."""
+    """Stands in for `Backbone.text_states` of a model in training.
+
+    `weights` are those of its own that are trained in place: none where only a prompt is.
+    """
 
     _open: ClassVar[weakref.ref[_Open] | None] = None
     """The pass whose backward pass is to come; of all models, because their recordings share memory."""
@@ -97,7 +100,8 @@ class RecordedPasses:
         if not self._gradients:
             torch.cuda.empty_cache()  # what passes needed so far, recordings cannot take over
             sizes = [weight.numel() for weight in self.weights]
-            flat = torch.zeros(sum(sizes), dtype=self.weights[0].dtype, device=self.weights[0].device)  # fmt: skip
+            like = self.weights[0] if self.weights else torch.empty(0)
+            flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
             self._gradients = [flat, *cut_like(flat, self.weights)]
         return self._gradients
 
@@ -135,7 +139,8 @@ class _Pass:
         self.is_used = [each is not None for each in found]
         self.into_embeds.copy_(embeds)
         into = [part for part, used in zip(self.shared[1:], self.is_used, strict=True) if used]
-        torch._foreach_copy_(into, [each for each in found if each is not None])
+        if into:  # it takes no empty list
+            torch._foreach_copy_(into, [each for each in found if each is not None])
 
     @torch.no_grad()
     def take(self, batch: Batch) -> None:

@@ -150,10 +150,7 @@ def run_together(
 
     if todo := unfinished():
         with locked([folders[i] for i in todo]):
-            todo = unfinished()
-            for i in todo:
-                _check_config(folders[i], *wanted[i])
-            if todo:
+            if todo := unfinished():
                 own = [folders[i] for i in todo]
                 tasks = len(get_stream(wanted[0][0].stream).tasks)
                 pack = pack_file(own, tasks, [folder.parent for folder in folders])
@@ -222,6 +219,9 @@ def _run_pack(
         if other.short_hash() not in made:
             its = make_settings(backbone.family, **other.settings)
             made[other.short_hash()] = make_method(other.method, backbone, *its), its
+    # now that all is there: what cannot begin is no unfinished run
+    for folder, (own, seed) in zip(folders, wanted, strict=True):
+        _check_config(folder, own, seed)
     if started:
         started(backbone, tasks)
     began = datetime.now(UTC)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qtuning.backbones import Backbone, Head, Tokens
+from qtuning.errors import ConfigError, unknown
 from qtuning.scoring import Answerer, AnswererTable
 from qtuning.tasks import Task, Text
 from qtuning.tensors import part
+
+EVALUATE_WITH = ("snapshot", "shared", "current")
+"""A task's own vectors; those with today's shared prefix; today's prefix and queue for all tasks."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,23 @@ def answering(
         state.answers(backbone, name) if hasattr(state, "answers") else (backbone, state.snapshots[name])
     )  # fmt: skip
     yield model, snapshot, range(len(texts))
+
+
+def snapshot_for(state: Any, name: str, evaluate_with: str) -> Snapshot:
+    """What a task is answered with on the frozen model: its snapshot, or in a diagnostic one with today's vectors."""
+    if evaluate_with not in EVALUATE_WITH:
+        raise ConfigError(unknown("evaluation mode", evaluate_with, EVALUATE_WITH))
+    snapshot: Snapshot = state.snapshots[name]
+    if evaluate_with == "snapshot":
+        return snapshot
+    if not hasattr(state, "current_layout"):
+        raise ConfigError(
+            f"evaluation mode {evaluate_with!r} needs a method with a queue, such as q-tuning."
+        )
+    rows = (
+        state.current_layout() if evaluate_with == "current" else state.with_shared(snapshot.rows)
+    )
+    return replace(snapshot, rows=rows)
 
 
 def answers_from_snapshots(state: Any) -> bool:

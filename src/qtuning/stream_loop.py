@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -27,18 +27,19 @@ from qtuning.methods import Method
 from qtuning.protocols import make_split
 from qtuning.seeding import numpy_generator
 from qtuning.snapshots import (
+    EVALUATE_WITH,
     Snapshot,
     TaskCard,
     answering,
     answers_from_snapshots,
     predict_log_probs,
     predict_together,
+    snapshot_for,
 )
 from qtuning.tasks import Rows, Split, Task, Text
 
 INNER_CELL_ROWS = 64
 """Test rows per task for cells that neither the diagonal nor the last row needs."""
-EVALUATE_WITH = ("snapshot", "current")
 CELLS_AT_ONCE = 256
 """Tasks of runs that are asked in one go, …"""
 ROWS_AT_ONCE = 16_384
@@ -125,8 +126,9 @@ def run_streams(
         courses: One for each run, with equally many tasks.
         protocol: Which rows train, validate and test; see `protocols`.
         test_limit: Test rows per class at most; 0 takes all.
-        evaluate_with: `snapshot` answers each task with its own finished vectors; `current` is the
-            diagnostic that answers all of them with today's shared prefix and queue.
+        evaluate_with: `snapshot` answers each task with its own finished vectors. Two diagnostics: `shared` puts
+            today's shared prefix before the rest of them, as if it were kept once for all tasks; `current` answers
+            every task with today's shared prefix and queue.
         inner_rows: Test rows of the cells that neither the diagonal nor the last row needs; None for all, 0 to leave
             those cells out, so that a stream's scoring does not grow with the square of its tasks.
         report: Called after every epoch of every lane.
@@ -324,16 +326,19 @@ def _measure_inner(
 def _ask(
     cells: Sequence[Cell], backbone: Backbone, evaluate_with: str
 ) -> Iterator[tuple[Cell, Tensor]]:
-    """Log-probabilities [rows, labels] of every cell: in one go where snapshots answer, else one by one."""
+    """Log-probabilities [rows, labels] of every cell: in one go where the frozen model answers, else one by one."""
     together = []
     for cell in cells:
         run, _, task, rows = cell
-        if evaluate_with == "snapshot" and answers_from_snapshots(run.state):
+        if evaluate_with != "snapshot" or answers_from_snapshots(run.state):
             together.append(cell)
         else:
-            yield cell, _log_probs(run.state, backbone, task.name, rows.texts, evaluate_with)
+            yield cell, _log_probs(run.state, backbone, task.name, rows.texts)
     for some in _batched(together):
-        asked = [(run.state.snapshots[task.name], rows.texts) for run, _, task, rows in some]
+        asked = [
+            (snapshot_for(run.state, task.name, evaluate_with), rows.texts)
+            for run, _, task, rows in some
+        ]
         yield from zip(some, predict_together(backbone, asked), strict=True)
 
 
@@ -375,19 +380,12 @@ def _measure_untaught(
             run.matrix[i, j] = _score(task, rows, found)
 
 
-def _log_probs(
-    state: Any, backbone: Backbone, name: str, texts: Sequence[Text], evaluate_with: str
-) -> Tensor:
+def _log_probs(state: Any, backbone: Backbone, name: str, texts: Sequence[Text]) -> Tensor:
     """[texts, labels] of one task, by whatever the state answers it with."""
-    found = []
-    for model, snapshot, places in answering(backbone, state, name, texts):
-        if evaluate_with == "current":
-            if not hasattr(state, "current_layout"):
-                raise ConfigError(
-                    "evaluation mode 'current' needs a method with a queue, such as q-tuning."
-                )
-            snapshot = replace(snapshot, rows=state.current_layout())
-        found.append(predict_log_probs(model, snapshot, [texts[i] for i in places]))
+    found = [
+        predict_log_probs(model, snapshot, [texts[i] for i in places])
+        for model, snapshot, places in answering(backbone, state, name, texts)
+    ]
     return torch.cat(found)
 
 

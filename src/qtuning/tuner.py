@@ -33,7 +33,7 @@ from qtuning.methods import make_method
 from qtuning.predictor import Answer, Predictor, check_texts, make_predictor
 from qtuning.presets import get_preset
 from qtuning.progress import LearningBar
-from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots
+from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots, snapshot_for
 from qtuning.tasks import SPLIT_NAMES, Rows, Split, Task, Text
 
 TRIES = 10
@@ -293,7 +293,8 @@ class QTuner:
             match: `label` chooses among the labels; `exact` asks whether greedy generation would
                 write the label words exactly and then stop (causal and seq2seq models).
             max_tokens: For `exact`: compare only so many tokens, as generation with a limit would.
-            evaluate_with: `current` answers with today's queue instead of the task's snapshot.
+            evaluate_with: `shared` puts today's shared prefix into the task's snapshot, `current` answers with today's
+                prefix and queue instead of it.
         """
         if task.name not in self.state.snapshots:
             raise TaskError(unknown("task", task.name, self.state.snapshots))
@@ -315,11 +316,9 @@ class QTuner:
                 f"task {task.name!r} has no {part} rows to score; use part='all' for all of them."
             )
         predictor = self.predictor
-        if evaluate_with == "current":
-            snapshot = replaced(self.state.snapshots[task.name], rows=self.state.current_layout())
+        if evaluate_with != "snapshot":
+            snapshot = snapshot_for(self.state, task.name, evaluate_with)
             predictor = Predictor(self.backbone, {task.name: snapshot})
-        elif evaluate_with != "snapshot":
-            raise ConfigError(unknown("evaluation mode", evaluate_with, ("snapshot", "current")))
         if match == "exact":
             names = [task.name] * len(rows)
             hits = predictor.exact_matches(rows.texts, names, rows.labels, max_tokens)

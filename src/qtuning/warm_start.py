@@ -3,7 +3,8 @@
 A departure from the paper (`warm_start`). `loss` asks which finished prompt, as it stands, explains the new task's
 training examples best; `answers` which chooses best among the new task's labels, and takes it only if that is better
 than guessing; `key` which task's texts lie nearest. All ask the latest few tasks, so that the cost of a task does not
-grow with the stream.
+grow with the stream. `latest` and `first` ask nobody: a prompt that is carried on from task to task, and the control in
+which every task starts from the same one, related or not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from qtuning.tasks import Rows, Split
 
 CANDIDATES = 10
 """Tasks that are asked, at most: the latest."""
+UNASKED = {"latest": slice(-1, None), "first": slice(0, 1)}
+"""Starts that nothing decides but the place in the stream."""
 JUDGED_ROWS = 64
 """Training examples that are looked at, at most."""
 
@@ -59,10 +62,13 @@ def find_start(
     """Ask the latest tasks which of them the new prompt should start from."""
     if settings.warm_start == "none":
         return Start()
-    latest = [snapshots[name] for name in list(snapshots)[-CANDIDATES:]]
-    known = [each for each in latest if "imported_from" not in each.facts]
+    places = UNASKED.get(settings.warm_start, slice(-CANDIDATES, None))
+    candidates = [snapshots[name] for name in list(snapshots)[places]]
+    known = [each for each in candidates if "imported_from" not in each.facts]
     if not known:
         return Start()
+    if settings.warm_start in UNASKED:
+        return Start(known[0])
     train = split.train.at(range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS)))
     if settings.warm_start == "key":
         features = read_features(backbone, train.texts)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -59,14 +59,20 @@ def trainable_copy(backbone: Backbone, kind: type[Backbone] | None = None) -> Ba
         layer.__class__ = _with_products(its, backbone.device.type, backbone.dtype)
     own.is_frozen = False
     own.model.requires_grad_(True)
-    if own.compile != "off" and can_record(own.device):
-        own.recorded = RecordedPasses(list(model.parameters()), own.max_length)
+    own.recorded = recorded_passes(own, list(model.parameters()))
     return own
+
+
+def recorded_passes(backbone: Backbone, weights: Sequence[Tensor]) -> RecordedPasses | None:
+    """For a backbone of which these weights are trained; None where passes are not recorded."""
+    if backbone.compile == "off" or not can_record(backbone.device):
+        return None
+    return RecordedPasses(weights, backbone.max_length)
 
 
 @contextmanager
 def taking_steps(backbone: Backbone) -> Iterator[None]:
-    """Inside, a trainable copy runs as training wants it: compiled where that was decided, recorded on a card."""
+    """Inside, a backbone runs as training wants it: compiled where that was decided, recorded on a card."""
     recorded = backbone.recorded
     if not recorded:
         with backbone.training_layers():
@@ -148,10 +154,10 @@ class Examples:
         width = max(self.lengths[i] for i in batch)
         return self.backbone.hidden(self.reading.at(index, width), self.bank())
 
-    def loss(self, batch: Sequence[int]) -> Tensor:
-        """Mean cross-entropy of some of them (Eq. 1)."""
+    def loss(self, batch: Sequence[int], hidden: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy of some of them (Eq. 1); `hidden` where they have been read, beside others."""
         index = torch.tensor(list(batch), device=self.backbone.device)
-        hidden = self.hidden(batch)
+        hidden = self.hidden(batch) if hidden is None else hidden[:, : self.targets.shape[1]]
         targets = self.targets[index][:, : hidden.shape[1]]
         return cross_entropy(self.backbone.logits(hidden, self.head), targets)
 
@@ -199,6 +205,19 @@ def make_head(backbone: Backbone, classes: int, generator: torch.Generator) -> H
     return Head(*(t.to(backbone.device).requires_grad_() for t in (weight, bias)))
 
 
+class Learnable(Protocol):
+    """What `fit_weights` learns: so many examples, and the loss of some of them."""
+
+    @property
+    def backbone(self) -> Backbone:
+        """What reads them."""
+
+    def __len__(self) -> int: ...
+
+    def loss(self, batch: Sequence[int]) -> Tensor:
+        """Of these examples."""
+
+
 class Hooks:
     """What a method may do beside the plain loss; this one does nothing."""
 
@@ -214,7 +233,7 @@ class Hooks:
 
 
 def fit_weights(
-    train: Examples,
+    train: Learnable,
     validation: Examples,
     metric: str,
     settings: TrainSettings,
@@ -297,7 +316,7 @@ def fit_weights(
     return facts
 
 
-def _settle_compiling(train: Examples, batch_size: int) -> None:
+def _settle_compiling(train: Learnable, batch_size: int) -> None:
     """Compile the layers of a trainable copy where that is wanted, by a pass that changes nothing; or go on without."""
     backbone = train.backbone
     if backbone.is_frozen or backbone.is_compiled or backbone.compile not in COMPILED:

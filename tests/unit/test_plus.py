@@ -218,6 +218,19 @@ def test_the_number_of_tasks_read_and_asked_does_not_grow(llama, monkeypatch) ->
     assert read == [f"copy{i}" for i in range(CANDIDATES, 2 * CANDIDATES)]
 
 
+def test_a_start_by_place_asks_nobody(bert) -> None:
+    carried, lanes = learnt(method_for(bert, "q-tuning-plus", warm_start="latest"), 3)
+    for before, lane in zip(["task0", "task1"], lanes[1:], strict=True):
+        assert torch.equal(lane._first_prompt(), carried.snapshots[before].rows)
+    fixed, lanes = learnt(method_for(bert, "q-tuning-plus", warm_start="first"), 3)
+    for lane in lanes[1:]:
+        assert torch.equal(lane._first_prompt(), fixed.snapshots["task0"].rows)
+    assert lanes[0].start.source is None
+    facts = fixed.snapshots["task2"].facts
+    assert facts["source"] == "task0"
+    assert "source_cost" not in facts
+
+
 def test_nobody_learns_from_an_imported_prompt(llama) -> None:
     method = method_for(llama, warm_start="loss")
     state, lanes = learnt(method, 1)

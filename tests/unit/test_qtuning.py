@@ -286,3 +286,19 @@ def test_a_tiny_model_learns(family_backbone) -> None:
     facts = fit_lanes(family_backbone, [lane], method.train, lambda now: losses.append(now.loss))[0]
     assert min(losses) < losses[0] - 0.2
     assert facts["validation_score"] > 0.5
+
+
+def test_a_task_can_be_asked_with_todays_shared_prefix(bert) -> None:
+    method, train = make_settings(**SMALL)
+    learner = make_method("q-tuning", bert, method, train)
+    state = learner.start(0)
+    for i in range(4):
+        task = make_task(f"task{i}", rows=8, seed=i)
+        state = learner.learn(state, task, task.split(4, 0))
+    own, count = state.snapshots["task0"].rows, method.shared_length
+    now = state.with_shared(own)
+    assert torch.equal(now[:count], state.snapshots["task3"].rows[:count])
+    assert not torch.equal(now[:count], own[:count])
+    assert torch.equal(now[count:], own[count:])
+    latest = state.snapshots["task3"].rows
+    assert torch.equal(state.with_shared(latest), latest)

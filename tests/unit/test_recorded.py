@@ -58,6 +58,36 @@ def test_weights_are_trained_recorded_as_eager(kind: str, name: str) -> None:
             torch.testing.assert_close(found[1][n], weight, rtol=0, atol=1e-6 if kind == "llama" else 1e-9)  # fmt: skip
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_prompt_is_trained_recorded_as_eager(kind: str, monkeypatch) -> None:
+    """Of a frozen model: only what it reads takes a gradient."""
+    tasks = [make_task(f"task{i}", rows=8, seed=i) for i in range(2)]
+    written = ["good soup Answer: negative", "bad bread Answer: positive"] * 2
+    found, recordings = [], []
+    make = RecordedPasses.__init__
+
+    def keep(self, *given) -> None:
+        make(self, *given)
+        recordings.append(self)
+
+    monkeypatch.setattr(RecordedPasses, "__init__", keep)
+    for is_recorded in (False, True):
+        monkeypatch.setattr("qtuning.weights.can_record", lambda device, is_on=is_recorded: is_on)
+        backbone = make_backbone(kind, dtype=torch.float64)
+        settings = make_settings(**{**SMALL, "prompt_lr": 0.1, "epochs": 3, "pseudo_share": 0.3})
+        method = make_method("lfpt5", backbone, *settings)
+        monkeypatch.setattr(method, "_write", lambda names, *_: written[: len(names)])
+        state = method.start(0)
+        for task in tasks:
+            state = method.learn(state, task, task.split(4))
+        assert state.snapshots["task1"].facts["pseudo_samples"] == 4
+        assert method.view.recorded is None
+        found.append(state.prompt)
+    assert len(recordings) == len(tasks)
+    assert all(each._passes for each in recordings)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6 if kind == "llama" else 1e-9)
+
+
 def test_passes_of_a_shape_share_a_recording() -> None:
     """The first runs as it is, forward and back, the next is recorded; lengths up to a multiple are one shape."""
     worker = trainable_copy(make_backbone("gpt2", dtype=torch.float64))

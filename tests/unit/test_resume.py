@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from qtuning import records
+from qtuning.errors import QTuningError, RecordError
+from qtuning.report.gather import gather
 from qtuning.runs import RunConfig, run
 from qtuning.stream_loop import StreamRun
 from qtuning.tasks import Task
@@ -244,9 +246,6 @@ def test_a_full_disk_is_named_and_what_was_finished_stays(
 ) -> None:
     import errno
 
-    from qtuning import records
-    from qtuning.errors import RecordError
-
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -263,3 +262,10 @@ def test_a_folder_that_cannot_be_written_is_named(place: Path) -> None:
     process = start(place, "a-file/runs")
     assert process.wait(timeout=120) == 2
     assert b"cannot write to a-file/runs" in process.stderr.read()
+
+
+def test_what_cannot_begin_is_no_unfinished_run(tmp_path: Path) -> None:
+    with pytest.raises(QTuningError, match="no-such-folder"):
+        run(RunConfig("order-04"), [0], root=tmp_path, data=str(tmp_path / "no-such-folder"))
+    with pytest.raises(RecordError, match="no records"):
+        gather([tmp_path])

@@ -19,7 +19,7 @@ from qtuning.keys import read_features
 from qtuning.methods import make_method
 from qtuning.methods.ewc import EWCHooks, fisher_diagonal
 from qtuning.methods.idbr import feature_penalty, kmeans_choice, next_sentence_rows
-from qtuning.methods.lfpt5 import LFPT5Hooks, read_sample, write_sample
+from qtuning.methods.lfpt5 import LFPT5Loss, read_sample, write_sample
 from qtuning.methods.mbpa import nearest
 from qtuning.methods.multitask import JointHooks
 from qtuning.methods.replaying import ReplayHooks, Together, choose_memory, project, recall
@@ -537,38 +537,132 @@ def test_what_is_written_can_be_read_back() -> None:
     assert found == (("one two", "three four"), 0)
 
 
+def loss_for(method, task, pseudo, old, prompt) -> LFPT5Loss:
+    rows = task.split(4).train
+    train = make_examples(method.view, task, rows, None, prompt)
+    writing = method._writing(TaskCard.of(task), rows, prompt)
+    return LFPT5Loss(train, writing, pseudo, old, method.settings)
+
+
+def move(prompt: torch.Tensor) -> None:
+    with torch.no_grad():
+        prompt += torch.randn(prompt.shape, generator=torch.Generator().manual_seed(0)).to(prompt)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_lfpt5_rehearses_what_it_wrote(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = make_backbone(kind)
     method = method_for(backbone, "lfpt5", pseudo_samples=3, prompt_lr=0.1)
     first, second = make_task("first", rows=10), make_task("second", rows=10, seed=3)
     state = method.learn(method.start(0), first, first.split(4))
-    written = method._write("first", state.prompt, 4, seed=1)
+    written = method._write(["first"] * 4, state.prompt, seed=1)
     assert len(written) == 4
-    assert written == method._write("first", state.prompt, 4, seed=1)  # by its own seed
+    assert written == method._write(["first"] * 4, state.prompt, seed=1)  # by its own seed
     good = ["good soup Answer : positive", "nonsense", "bad bread Answer : negative"]
     monkeypatch.setattr(method, "_write", lambda *_: good)
-    rows = method.pseudo_samples(state, state.snapshots["first"].card)
+    rows = method.pseudo_samples(state)["first"]
     names = state.snapshots["first"].card.label_names
     assert rows.texts == ("good soup", "bad bread")
     assert [names[label] for label in rows.labels] == ["positive", "negative"]
     prompt = state.prompt.clone().requires_grad_()
     pseudo = make_examples(method.view, state.snapshots["first"].card, rows, None, prompt)
-    hooks = LFPT5Hooks(
-        method._writing(TaskCard.of(second), second.split(4).train, prompt),
-        [pseudo],
-        state.prompt,
-        method.settings,
-    )
-    assert float(hooks.rehearsal().detach()) == pytest.approx(0.0, abs=1e-6)  # nothing moved yet
-    with torch.no_grad():
-        prompt += torch.randn(prompt.shape, generator=torch.Generator().manual_seed(0))
-    assert float(hooks.rehearsal().detach()) > 1e-4
+    loss = loss_for(method, second, [pseudo], state.prompt, prompt)
+    again = loss.pseudo.hidden(range(2))
+    assert float(loss.rehearsal(again).detach()) == pytest.approx(0.0, abs=1e-6)  # nothing moved
+    move(prompt)
+    again = loss.pseudo.hidden(range(2))
+    assert float(loss.rehearsal(again).detach()) > 1e-4
     after = method.learn(state, second, second.split(4))
     assert after.snapshots["second"].facts["pseudo_samples"] == 2
     _, today = after.answers(backbone, "first")
     assert torch.equal(today.rows, after.prompt)
     assert not torch.equal(after.prompt, state.prompt)
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("gpt2", 1), ("llama", 1), ("t5", 2), ("bart", 2)])
+def test_lfpt5_reads_all_tasks_in_as_few_passes_as_apart(
+    kind: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task, writing and each earlier task by passes of their own: the same loss and gradient, float64."""
+    backbone = make_backbone(kind, dtype=torch.float64)
+    method = method_for(backbone, "lfpt5", pseudo_share=0.3, lm_weight=0.7)
+    tasks = [
+        make_task("first", ("negative", "positive"), rows=3),
+        make_task("second", ("report problem", "how to status", "neutral"), rows=4, seed=1),
+        make_task("third", ("sport", "world"), rows=10, seed=2),
+    ]
+    old = method._first_prompt(0, TaskCard.of(tasks[0]))
+    prompt = old.clone().requires_grad_()
+    pseudo = [
+        make_examples(method.view, t, Rows(tuple(t.texts), (0,) * len(t.texts)), None, prompt)
+        for t in tasks[:2]
+    ]
+    loss = loss_for(method, tasks[2], pseudo, old, prompt)
+    move(prompt)
+
+    def first_log_probs(examples):
+        hidden = examples.hidden(range(len(examples)))
+        return F.log_softmax(method.view.logits(hidden, None)[:, 0], dim=-1)
+
+    batch = [3, 0, 5]
+    expected = loss.train.loss(batch) + 0.7 * loss.writing.loss(batch)
+    for each in pseudo:
+        before = first_log_probs(replace(each, prompt=old)).detach()
+        now = first_log_probs(each)
+        expected = expected + 0.3 / 0.7 * (before.exp() * (before - now)).sum(dim=-1).mean()
+    reads, true = [], type(method.view).hidden
+    monkeypatch.setattr(type(method.view), "hidden", lambda *given: reads.append(1) or true(*given))
+    found = loss.loss(batch)
+    assert len(reads) == passes
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    gradients = [torch.autograd.grad(each, prompt)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "t5"])
+def test_lfpt5_writes_for_all_tasks_at_once_as_for_each(kind: str) -> None:
+    """Names of different lengths; the likeliest words are those of the name alone."""
+    method = method_for(make_backbone(kind, dtype=torch.float64), "lfpt5")
+    prompt = method._first_prompt(0, TaskCard.of(make_task("task")))
+    names = ["soup", "good bread and cold soup", "blue river", "soup"]
+    together = method._write(names, prompt, seed=1, do_sample=False)
+    assert together == [method._write([n], prompt, seed=1, do_sample=False)[0] for n in names]
+    assert len(set(together)) == 3
+    drawn = method._write(names, prompt, seed=1)
+    assert drawn == method._write(names, prompt, seed=1)
+    assert drawn[0] != drawn[3]
+    assert method._write([], prompt, seed=1) == []
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_lfpt5_reads_back_what_it_wrote_for_each_task(kind: str, monkeypatch) -> None:
+    """One writing for all earlier tasks; each gets its own samples of it."""
+    method = method_for(make_backbone(kind), "lfpt5", pseudo_samples=2)
+    tasks = [
+        make_task("soup", ("negative", "positive")),
+        make_task("a-very-long-name", ("sport", "world", "neutral")),
+    ]
+    state = method.start(0)
+    for task in tasks:
+        state = method.learn(state, task, task.split(4))
+    calls, true = [], method.backbone.model.generate
+    monkeypatch.setattr(
+        method.backbone.model, "generate", lambda **given: calls.append(given) or true(**given)
+    )
+    assert method.pseudo_samples(state) == method.pseudo_samples(state)
+    assert [len(call["inputs_embeds"]) for call in calls] == [10, 10]
+
+    def write(names, *_):
+        words = {"soup": "positive", "a-very-long-name": "world"}
+        return [f"{name} {i} Answer: {words[name]}" for i, name in enumerate(names)]
+
+    monkeypatch.setattr(method, "_write", write)
+    rows = method.pseudo_samples(state)
+    assert rows["soup"].texts == tuple(f"soup {i}" for i in range(4))
+    assert rows["a-very-long-name"].texts == tuple(f"a-very-long-name {i}" for i in range(4, 10))
+    for name, word in (("soup", "positive"), ("a-very-long-name", "world")):
+        names = state.snapshots[name].card.label_names
+        assert {names[label] for label in rows[name].labels} == {word}
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])

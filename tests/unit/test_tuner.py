@@ -227,7 +227,8 @@ def test_score_in_its_modes(family_backbone) -> None:
     tuner = make_tuner(family_backbone, 3)
     task = make_task("task0", rows=10)
     assert 0 <= tuner.score(task) <= 1
-    assert 0 <= tuner.score(task, evaluate_with="current") <= 1
+    for mode in ("shared", "current"):
+        assert 0 <= tuner.score(task, evaluate_with=mode) <= 1
     if family_backbone.needs_head:
         with pytest.raises(TaskError, match="is an encoder; use match='label'"):
             tuner.score(task, match="exact")

@@ -17,6 +17,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from qtuning.prompts import sample_vocabulary_rows
 from qtuning.seeding import derive_seed, torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
 from qtuning.tasks import Rows, Split, Task, Text
-from qtuning.weights import Examples, Hooks, fit_weights, make_examples
+from qtuning.weights import Examples, Hooks, fit_weights, make_examples, recorded_passes
 
 MARK = "Answer:"
 WRITTEN_TOKENS = 128
@@ -87,38 +88,89 @@ class LFPT5State:
         return self.view, replace(self.snapshots[name], rows=self.prompt)
 
 
-class LFPT5Hooks(Hooks):
-    """Writing examples, and keeping the answers to pseudo-samples."""
+class LFPT5Loss:
+    """A task's examples, the same to be written, and pseudo-samples of earlier tasks: as few passes as can be.
+
+    Small models wait for kernels to be launched, so that a pass for each earlier task would cost as much as the task.
+    """
 
     def __init__(
         self,
+        train: Examples,
         writing: Examples,
         pseudo: Sequence[Examples],
         old_prompt: Tensor,
         settings: MethodSettings,
     ):
-        self.writing, self.pseudo, self.settings = writing, list(pseudo), settings
-        with torch.no_grad():
-            self.old = [self._log_probs(replace(each, prompt=old_prompt)) for each in self.pseudo]
+        self.backbone, self.settings = train.backbone, settings
+        self.train, self.writing = train, writing
+        self.pseudo = _first_tokens(pseudo) if pseudo else None
+        beside = [self.pseudo] if self.pseudo else []
+        # a decoder of its own would take as many steps for all rows as for what is written
+        is_one = self.backbone.answer_follows_text
+        passes = [[train, *beside, writing]] if is_one else [[train, *beside], [writing]]
+        self.passes = [_Joined(parts) for parts in passes]
+        if self.pseudo:
+            shares = [1 / len(each) for each in pseudo for _ in range(len(each))]
+            self.shares = torch.tensor(shares, dtype=old_prompt.dtype, device=old_prompt.device)
+            with torch.no_grad():
+                read = self.backbone.hidden(self.pseudo.reading, old_prompt)
+                self.old = self._log_probs(read)
 
-    def penalty(self, batch: Sequence[int]) -> Tensor | None:
-        """Beside the task's loss."""
-        total = self.settings.lm_weight * self.writing.loss(batch)
-        share = self.settings.pseudo_share
-        return total + share / (1 - share) * self.rehearsal() if self.pseudo else total
+    def __len__(self) -> int:
+        return len(self.train)
 
-    def rehearsal(self) -> Tensor:
-        """KL(old || new), mean over the pseudo-samples of each earlier task, summed over tasks."""
-        terms = [
-            F.kl_div(self._log_probs(each), old, reduction="sum", log_target=True) / len(each)
-            for each, old in zip(self.pseudo, self.old, strict=True)
+    def loss(self, batch: Sequence[int]) -> Tensor:
+        """The task's, with writing and rehearsal."""
+        places: list[Sequence[int]] = [batch, batch]
+        if self.pseudo:
+            places.insert(1, range(len(self.pseudo)))
+        waiting = iter(places)
+        own, *again, written = [
+            hidden
+            for each in self.passes
+            for hidden in each.hidden(list(islice(waiting, len(each.firsts))))
         ]
-        return torch.stack(terms).sum()
+        lm = self.writing.loss(batch, written)
+        total = self.train.loss(batch, own) + self.settings.lm_weight * lm
+        share = self.settings.pseudo_share
+        return total + share / (1 - share) * self.rehearsal(*again) if again else total
 
-    def _log_probs(self, examples: Examples) -> Tensor:
+    def rehearsal(self, hidden: Tensor) -> Tensor:
+        """KL(old || new), mean over the pseudo-samples of each earlier task, summed over tasks."""
+        new = self._log_probs(hidden)
+        each = F.kl_div(new, self.old, reduction="none", log_target=True).sum(dim=-1)
+        return (each * self.shares).sum()
+
+    def _log_probs(self, hidden: Tensor) -> Tensor:
         """[n, v]: the distribution of the first answer token."""
-        hidden = examples.hidden(range(len(examples)))[:, :1]
-        return F.log_softmax(examples.backbone.logits(hidden, None)[:, 0], dim=-1)
+        return F.log_softmax(self.backbone.logits(hidden[:, :1], None)[:, 0], dim=-1)
+
+
+class _Joined:
+    """Several sets of examples with the same prompt, read in one pass."""
+
+    def __init__(self, parts: Sequence[Examples]):
+        self.backbone, self.bank = parts[0].backbone, parts[0].bank()
+        self.firsts = [0, *accumulate(len(part) for part in parts[:-1])]
+        self.lengths = [length for part in parts for length in part.lengths]
+        self.reading = self.backbone.prepare([row for part in parts for row in part.rows])
+
+    def hidden(self, places: Sequence[Sequence[int]]) -> Sequence[Tensor]:
+        """Read-outs [n, t, h] of some of each part."""
+        rows = [k + i for k, own in zip(self.firsts, places, strict=True) for i in own]
+        index = torch.tensor(rows, device=self.backbone.device)
+        reading = self.reading.at(index, max(self.lengths[i] for i in rows))
+        return torch.split(self.backbone.hidden(reading, self.bank), [len(own) for own in places])
+
+
+def _first_tokens(parts: Sequence[Examples]) -> Examples:
+    """All examples of several tasks as those of one, answered by their first tokens."""
+    tokens = [each for part in parts for each in part.tokens]
+    answers = [part.answers.sequences[label][:1] for part in parts for label in part.labels]
+    return Examples(
+        parts[0].backbone, AnswerSet.build(answers), None, tokens, range(len(tokens)), parts[0].prompt
+    )  # fmt: skip
 
 
 class LFPT5:
@@ -147,22 +199,26 @@ class LFPT5:
         train = make_examples(self.view, task, split.train, None, prompt)
         validation = make_examples(self.view, task, split.validation, None, prompt)
         writing = self._writing(card, split.train, prompt)
+        written = self.pseudo_samples(state)
         pseudo = [
             make_examples(self.view, earlier.card, rows, None, prompt)
             for earlier in state.snapshots.values()
-            if (rows := self.pseudo_samples(state, earlier.card))
+            if (rows := written[earlier.card.name])
         ]
+        # anew for every task: there are more pseudo-samples each time, and no pass has the shape of an earlier one
+        self.view.recorded = recorded_passes(self.view, [])
         facts = fit_weights(
-            train,
+            LFPT5Loss(train, writing, pseudo, old, self.settings),
             validation,
             task.metric,
             self.train,
             torch_generator(state.seed, state.learnt, task.name, "order"),
-            LFPT5Hooks(writing, pseudo, old, self.settings),
+            Hooks(),
             [([prompt], self.train.prompt_lr)],
             report,
             (f"{task.name}, seed {state.seed}", task.name),
         )
+        self.view.recorded = None  # and its memory goes back
         learnt = prompt.detach().cpu()
         recorded: dict[str, Any] = {
             **facts,
@@ -174,31 +230,42 @@ class LFPT5:
         snapshots = added(state.snapshots, Snapshot(card, learnt, None, recorded))
         return replace(state, prompt=learnt, learnt=state.learnt + 1, snapshots=snapshots)
 
-    def pseudo_samples(self, state: LFPT5State, card: TaskCard) -> Rows:
-        """What today's prompt writes for an earlier task, as far as it can be read back."""
-        count = self.settings.pseudo_samples * len(card.label_names)
-        seed = derive_seed(state.seed, state.learnt, card.name, "pseudo")
-        written = self._write(card.name, state.prompt.to(self.backbone.device), count, seed)
-        found = [sample for each in written if (sample := read_sample(each, card))]
-        return Rows(tuple(text for text, _ in found), tuple(label for _, label in found))
+    def pseudo_samples(self, state: LFPT5State) -> dict[str, Rows]:
+        """What today's prompt writes for each earlier task, as far as it can be read back."""
+        cards = [earlier.card for earlier in state.snapshots.values()]
+        counts = [self.settings.pseudo_samples * len(card.label_names) for card in cards]
+        asked = [card.name for card, n in zip(cards, counts, strict=True) for _ in range(n)]
+        seed = derive_seed(state.seed, state.learnt, "pseudo")
+        written = iter(self._write(asked, state.prompt.to(self.backbone.device), seed))
+        rows = {}
+        for card, n in zip(cards, counts, strict=True):
+            found = [sample for each in islice(written, n) if (sample := read_sample(each, card))]
+            rows[card.name] = Rows(tuple(text for text, _ in found), tuple(label for _, label in found))  # fmt: skip
+        return rows
 
     @torch.no_grad()
-    def _write(self, name: str, prompt: Tensor, count: int, seed: int) -> list[str]:
-        """So many samples from the task's name and the prompt."""
-        tokens = self.view.tokenize([name], len(prompt), self.longest)[0]
-        reading = self.view.prepare([Row(tokens, range(len(prompt)))] * count)
+    def _write(
+        self, names: Sequence[str], prompt: Tensor, seed: int, do_sample: bool = True
+    ) -> list[str]:
+        """A sample for every name of a task, from that and the prompt; all at once."""
+        if not names:
+            return []
+        tokens = self.view.tokenize(names, len(prompt), self.longest)
+        reading = self.view.prepare([Row(each, range(len(prompt))) for each in tokens])
         batch = self.view.assemble(reading, prompt)
-        filled = int(batch.end[0])
+        embeds, is_filled = batch.inputs_embeds, batch.is_filled
+        if self.view.answer_follows_text:
+            embeds, is_filled = _to_the_right(embeds, batch.end)
         devices = [self.backbone.device] if self.backbone.device.type == "cuda" else []
         with torch.random.fork_rng(devices), warnings.catch_warnings():
             # the penalty is meant for what is written, not for the prompt
             warnings.filterwarnings("ignore", message="Passing `repetition_penalty`")
             torch.manual_seed(seed)
             ids = self.backbone.model.generate(
-                inputs_embeds=batch.inputs_embeds[:, :filled],
-                attention_mask=batch.is_filled[:, :filled].long(),
-                do_sample=True,
-                top_k=TOP_K,
+                inputs_embeds=embeds,
+                attention_mask=is_filled.long(),
+                do_sample=do_sample,
+                top_k=TOP_K if do_sample else None,
                 repetition_penalty=REPETITION_PENALTY,
                 max_new_tokens=self.longest,
                 pad_token_id=self.backbone.pad_id,
@@ -245,6 +312,14 @@ class LFPT5:
         return LFPT5State(
             facts["seed"], self.view, tensors["prompt"], facts["learnt"], snapshots
         )  # fmt: skip
+
+
+def _to_the_right(embeds: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences [b, s, d] that end at `end` [b], padded on the left, and what is filled: all go on from one place."""
+    width = int(end.max())
+    place = torch.arange(width, device=end.device) - (width - end)[:, None]
+    moved = embeds.gather(1, place.clamp(min=0)[..., None].expand(-1, -1, embeds.shape[-1]))
+    return moved, place >= 0
 
 
 def _shortened(view: Backbone, sample: str, tail: str, room: int) -> tuple[int, ...]:

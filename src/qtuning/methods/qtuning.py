@@ -52,6 +52,11 @@ class QState:
         latest = self.last_layout[: len(self.shared_prefix)]
         return torch.cat([latest, self.queue.in_order().to(latest)])
 
+    def with_shared(self, rows: Tensor) -> Tensor:
+        """A task's rows [n, d] with today's shared prefix in place of the one it was trained with."""
+        count = len(self.shared_prefix)
+        return torch.cat([self.last_layout[:count].to(rows), rows[count:]])
+
 
 class QTuning:
     """The method, bound to a backbone and its settings."""
