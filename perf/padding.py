@@ -1,9 +1,11 @@
 """A step of many lanes with their rows padded in a few passes, and as one line in which every prompt stands once.
 
 27 lanes: the tasks at one place of orders 11, 12 and 13, by three methods, three seeds each, with the preset `smollm2`.
-Both ways take turns in one process, captured and compiled for all lengths; the first steps of both are compared.
+Both ways take turns in one process, on a card captured and compiled for all lengths; the first steps of both are
+compared. Scoring every lane's rows to validate is timed as well.
 
-Run: python perf/padding.py --data DIR      (needs a CUDA card)
+Run: python perf/padding.py --data DIR                                        (a CUDA card)
+     python perf/padding.py --data DIR --device cpu --seeds 1 --steps 3
 """
 
 from __future__ import annotations
@@ -90,83 +92,103 @@ def measure(backbone, place: int, data: str, seeds: int, rounds: int, repeats: i
     """Milliseconds a step, positions and first losses of both ways at one place."""
     ways = {way: Steps(backbone, place, data, seeds, way) for way in WAYS}
     found = {"place": place + 1, "tasks": [get_stream(order).tasks[place] for order in ORDERS]}
-    losses, times = {}, {way: [] for way in WAYS}
+    losses, times, scoring = {}, {way: [] for way in WAYS}, {way: [] for way in WAYS}
     for way, steps in ways.items():
         for _ in range(4):  # as it is, captured, and two replays
             steps.step()
         losses[way] = steps.pack.take_losses()
     for _ in range(rounds):
         for way, steps in ways.items():
-            torch.cuda.synchronize()
-            began = time.perf_counter()
+            began = now(backbone)
             for _ in range(repeats):
                 steps.step()
-            torch.cuda.synchronize()
-            times[way].append(1000 * (time.perf_counter() - began) / repeats)
+            times[way].append(1000 * (now(backbone) - began) / repeats)
+            began = now(backbone)
+            steps.pack.validate(range(len(steps.fits)))
+            scoring[way].append(1000 * (now(backbone) - began))
     for way, steps in ways.items():
         steps.use()
         found[way] = {
             "ms": statistics.median(times[way]), "rounds_ms": times[way], "passes": max(1, len(steps.pack.passes)),
             "positions": steps.positions(), "first_losses": losses[way][0].tolist(),
+            "scoring_ms": statistics.median(scoring[way]), "rounds_scoring_ms": scoring[way],
         }  # fmt: skip
     found["largest_difference_of_first_losses"] = float(
         abs(losses["padded"][0] - losses["line"][0]).max()
     )
     found["ratio"] = found["padded"]["ms"] / found["line"]["ms"]
+    found["scoring_ratio"] = found["padded"]["scoring_ms"] / found["line"]["scoring_ms"]
     return found
+
+
+def now(backbone) -> float:
+    """Seconds, when all that was asked for is done."""
+    if backbone.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repeats: int) -> dict:
     """All places, with what they were measured on."""
-    backbone.is_captured = backbone.is_compiled = backbone.for_all_lengths = True
+    on_card = backbone.device.type == "cuda"
+    backbone.is_captured = backbone.is_compiled = backbone.for_all_lengths = on_card
     results = []
     for place in places:
         results.append(measure(backbone, place - 1, data, seeds, rounds, repeats))
         shown = {
             way: (round(results[-1][way]["ms"], 2), results[-1][way]["positions"]) for way in WAYS
         }
-        print(place, shown, f"{results[-1]['ratio']:.2f}", flush=True)
+        ratios = [f"{results[-1][each]:.2f}" for each in ("ratio", "scoring_ratio")]
+        print(place, shown, *ratios, flush=True)
     backbone.may_read_lines = True
     return {
-        "command": f"python perf/padding.py --data DIR --places {' '.join(map(str, places))} "
-        f"--rounds {rounds} --steps {repeats}",
+        "command": f"python perf/padding.py --data DIR --device {backbone.device.type} --places "
+        f"{' '.join(map(str, places))} --seeds {seeds} --rounds {rounds} --steps {repeats}",
         "date": date.today().isoformat(),
         "versions": {
-            "device": torch.cuda.get_device_name(),
+            "device": torch.cuda.get_device_name() if on_card else "cpu",
+            "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
         "model": backbone.name,
         "lanes": len(ORDERS) * len(METHODS) * seeds,
+        "dtype": str(backbone.dtype).removeprefix("torch."),
         "steps_a_round": repeats,
         "results": results,
         "ratio": statistics.geometric_mean(each["ratio"] for each in results),
+        "scoring_ratio": statistics.geometric_mean(each["scoring_ratio"] for each in results),
     }
 
 
 def main() -> None:
-    """Both ways at a few places, to perf/results/padding-gpu.json."""
+    """Both ways at a few places, to perf/results/padding-gpu.json or padding-cpu.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--data", required=True)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--places", type=int, nargs="+", default=[8, 25, 42, 59])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results" / "padding-gpu.json"
-    )
+    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    on_card = given.device == "cuda"
     backbone = load_backbone(
-        given.model, device="cuda", dtype="bf16", max_length=256, compile="dynamic"
+        given.model,
+        device=given.device,
+        dtype="bf16" if on_card else "fp32",
+        max_length=256,
+        compile="dynamic" if on_card else "off",
     )
     if not backbone.reads_lines:
-        raise SystemExit("lines do not work on this card: there is nothing to compare")
+        raise SystemExit("lines do not work here: there is nothing to compare")
     record = study(backbone, given.data, given.places, given.seeds, given.rounds, given.steps)
-    given.output.write_text(json.dumps(record, indent=1) + "\n")
+    default = Path(__file__).parent / "results" / f"padding-{'gpu' if on_card else 'cpu'}.json"
+    (given.output or default).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -505,6 +505,7 @@ def test_compiled_layers_are_put_back_whatever_happens() -> None:
 def test_rows_with_one_path_are_read_apart_from_those_with_several() -> None:
     """They need no mask, so faster kernels read them; which texts are asked together changes no score."""
     backbone = make_backbone("llama")
+    backbone.may_read_lines = False
     bank = bank_of(backbone, 2)
     one, several = backbone.answers(["no", "yes"]), backbone.answers(["up left", "down right"])
     assert (len(one.paths), len(several.paths)) == (1, 2)

@@ -14,6 +14,7 @@ from qtuning.backbones import attend as attending
 from qtuning.backbones import causal
 from qtuning.backbones.attend import attend, kernel_works
 from qtuning.backbones.base import Row, Tokens
+from qtuning.backbones.beside import Beside, attend_beside
 from qtuning.backbones.causal import CausalBackbone
 from qtuning.backbones.extents import TILE, UNIT, Extent
 from qtuning.backbones.lines import TAKES_LINES, Line
@@ -21,6 +22,7 @@ from qtuning.config import make_settings
 from qtuning.lanes import fit_lanes
 from qtuning.pack import Pack
 from qtuning.scoring import Quiz, batches_in_lines, read_all
+from qtuning.weights import trainable_copy
 from tests.conftest import CONFIGS, SIZE, SMALL, VOCAB, make_backbone, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
 
@@ -32,7 +34,7 @@ def llama():
 
 @pytest.fixture
 def in_lines(monkeypatch):
-    """Lines on a CPU, where padding is less than what they cost: as long as they are allowed."""
+    """Lines on a CPU whatever else is so, as long as they are allowed."""
     monkeypatch.setattr(
         CausalBackbone, "reads_lines", property(lambda backbone: backbone.may_read_lines)
     )
@@ -137,11 +139,11 @@ def test_every_kind_gives_the_numbers_of_padded_rows(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
 def test_models_are_tried_before_lines_are_used(kind: str, monkeypatch) -> None:
 
-    def blind(q, k, v, starts, before, scale):  # texts do not see their prompts
-        return own(q, k, v, starts, torch.full_like(before, -1), scale)
+    def blind(starts, before, positions):  # texts do not see their prompts
+        return own(starts, torch.full_like(before, -1), positions)
 
-    own = attending._part_by_part
-    monkeypatch.setattr(attending, "_part_by_part", blind)
+    own = Beside.of
+    monkeypatch.setattr(Beside, "of", blind)
     assert not make_backbone(kind)._reads_alike
     monkeypatch.setattr(causal.Line, "of", lambda reading: 1 / 0)
     assert not make_backbone(kind)._reads_alike
@@ -161,6 +163,37 @@ def test_gradients_by_finite_differences(llama) -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [SINGLE, BRANCHED], ids=["single", "branched"])
+def test_attention_side_by_side_is_that_part_by_part(llama, rows) -> None:
+    """Values and gradients, shared heads, whatever stands after the last part."""
+    line = Line.of(lined(llama, rows))
+    filled, positions = int(line.starts[-1]), len(line.part)
+    draw = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(1, heads, positions, 3, dtype=torch.float64, generator=draw).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    where = (line.starts, line.before, line.seen_by, line.tiles)
+    expected = attend(*(each[0].transpose(0, 1) for each in states), *where, 0.5)[0][:filled]
+    found = attend_beside(None, *states, None, scaling=0.5, line=line.seen())[0][0, :filled]
+    assert torch.allclose(found, expected, atol=1e-12)
+    toward = torch.randn(expected.shape, dtype=torch.float64, generator=draw)
+    gradients = [torch.autograd.grad(each, states, toward) for each in (found, expected)]
+    for a, b in zip(*gradients, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+        assert not a[0, :, filled:].any()
+
+
+def test_where_a_cpu_reads_lines() -> None:
+    llama, untested = make_backbone("llama"), make_backbone("llama")
+    assert llama.reads_lines
+    llama.is_compiled = True  # every line has sizes of its own
+    assert not llama.reads_lines
+    untested.model.config.model_type = "no-such-model"
+    assert not untested.reads_lines
+    assert not trainable_copy(make_backbone("llama")).reads_lines
+
+
 @pytest.mark.parametrize(
     "extra", [{}, {"retention": "jsd"}, {"mlp": True, "mlp_hidden": 8}], ids=str
 )
@@ -178,17 +211,15 @@ def test_lines_equal_padded_rows(llama, in_lines, extra: dict) -> None:
 
 def test_what_follows_the_last_part_may_be_anything(llama, in_lines, monkeypatch) -> None:
     plain = train_steps(llama, make_lanes(llama), 4)
-    own = attending._part_by_part
+    own = Line.embed
     poisoned = []
 
-    def poison(query, key, value, starts, before, scale):
-        out = own(query, key, value, starts, before, scale).clone()
-        last = int(starts[-1])
-        poisoned.append(len(out) - last)
-        out[last:] = torch.nan
-        return out
+    def poison(line, *given):
+        embeds, last = own(line, *given), int(line.starts[-1])
+        poisoned.append(len(embeds) - last)
+        return torch.cat([embeds[:last], torch.full_like(embeds[last:], torch.nan)])
 
-    monkeypatch.setattr(attending, "_part_by_part", poison)
+    monkeypatch.setattr(Line, "embed", poison)
     monkeypatch.setattr("qtuning.backbones.extents.UNIT", 97)
     assert train_steps(llama, make_lanes(llama), 4) == plain
     assert max(poisoned) > 0
@@ -318,8 +349,7 @@ def test_the_operation_is_one(llama) -> None:
     torch.library.opcheck(attend, (*states, *where, 0.5), test_utils=("test_schema", "test_faketensor"))  # fmt: skip
 
 
-def test_padded_rows_where_there_is_no_kernel(llama, untried) -> None:
-    assert not llama.reads_lines
+def test_padded_rows_where_there_is_no_kernel(untried) -> None:
     with pytest.warns(UserWarning, match="no kernels for lines on meta"):
         assert not kernel_works(torch.device("meta"), torch.bfloat16, 4, 2, 8)
 

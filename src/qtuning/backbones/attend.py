@@ -1,6 +1,7 @@
 """Attention over the parts of a line: one operation, and its gradient.
 
-On a card by the kernels of `tree_kernel`, elsewhere part by part.
+On a card by the kernels of `tree_kernel`. Elsewhere part by part: slow, and what those are checked against; a CPU reads
+its lines by `beside`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from qtuning.backbones.base import (
     gather_reads,
 )
 from qtuning.backbones.extents import Extent
-from qtuning.backbones.lines import LINE, TAKES_LINES, Line
+from qtuning.backbones.lines import TAKES_LINES, Line
 from qtuning.backbones.prefixes import Prefixes
 from qtuning.errors import in_a_line
 from qtuning.tasks import Text
@@ -118,29 +118,38 @@ class CausalBackbone(VocabularyBackbone):
     def _read_line(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h] of prompts, texts and paths in a single sequence."""
         line = Line.of(reading)
-        with self._passing, self._attention(LINE):
+        with self._passing, self._attention(line.attention):
             states: Tensor = self.model.base_model(
                 inputs_embeds=line.embed(reading, bank, self)[None],
                 position_ids=line.place[None].clamp(max=self.max_length - 1),
                 use_cache=False,
-                line=(line.starts, line.before, line.seen_by, line.tiles),
+                line=line.seen(),
             ).last_hidden_state
         return line.reads(states[0], reading)
 
     @property
     def reads_lines(self) -> bool:
-        """Where the kernels work, on a card in half precision, for models known to take it that give the same so."""
-        is_half = self.dtype in (torch.bfloat16, torch.float16)
-        if not (self.device.type == "cuda" and is_half and self.is_frozen and self.may_read_lines):
-            return False
+        """Where models known to take them give the same so: on a CPU, and in half precision on a card with kernels."""
         config = self.model.config
         takes_them = config.model_type in TAKES_LINES and self._takes_attention
-        if not takes_them or self.prompt_at == AFTER_TEXT:
+        if not (takes_them and self.is_frozen and self.may_read_lines):
             return False
+        if self.prompt_at == AFTER_TEXT or not self._attends_to_lines:
+            return False
+        return self._reads_alike
+
+    @property
+    def _attends_to_lines(self) -> bool:
+        """Whether the device has an attention for them."""
+        if self.device.type == "cpu":
+            return not self.is_compiled  # every line has sizes of its own
+        if self.device.type != "cuda" or self.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        config = self.model.config
         heads = config.num_attention_heads
         shared = getattr(config, "num_key_value_heads", None) or heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return kernel_works(self.device, self.dtype, heads, shared, width) and self._reads_alike
+        return kernel_works(self.device, self.dtype, heads, shared, width)
 
     @cached_property
     def _reads_alike(self) -> bool:

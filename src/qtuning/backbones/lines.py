@@ -19,9 +19,11 @@ from transformers import AttentionInterface
 
 from qtuning.backbones.attend import attend
 from qtuning.backbones.base import Backbone, Reading
+from qtuning.backbones.beside import Beside, attend_beside
 from qtuning.backbones.extents import TILE
 
 LINE = "qtuning-line"
+LINE_ON_CPU = "qtuning-line-on-cpu"
 TAKES_LINES = (
     "gemma", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "smollm3",
 )  # fmt: skip
@@ -83,6 +85,17 @@ class Line:
             ahead[part] + within,
         )
 
+    @property
+    def attention(self) -> str:
+        """The function that takes what `seen` says."""
+        return LINE if self.starts.is_cuda else LINE_ON_CPU
+
+    def seen(self) -> Beside | tuple[Tensor, ...]:
+        """What each position sees, as attention wants to know it on this device."""
+        if self.starts.is_cuda:
+            return self.starts, self.before, self.seen_by, self.tiles
+        return Beside.of(self.starts, self.before, len(self.part))
+
     def embed(self, reading: Reading, bank: Tensor, backbone: Backbone) -> Tensor:
         """[positions, d]: prompt vectors first, then tokens."""
         assert reading.extent is not None
@@ -142,3 +155,4 @@ def line_attention(
 
 
 AttentionInterface.register(LINE, line_attention)
+AttentionInterface.register(LINE_ON_CPU, attend_beside)

@@ -1,0 +1,87 @@
+"""Attention over the parts of a line where there are no kernels for it: parts of a kind stand side by side, padded.
+
+Only attention is padded: all other layers, where a small model spends its time, read every prompt once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Kind(NamedTuple):
+    """Parts with about as many positions: all prompts, all texts or all paths of a line."""
+
+    queries: Tensor
+    """[n, q] positions of each part; past its end its first."""
+    keys: Tensor
+    """[n, k] positions that it sees, in the order in which a model would read them; past its end its first."""
+    is_seen: Tensor
+    """[n, 1, q, k] whether a query sees a key: what stands before the part, and the part so far."""
+
+
+class Beside(NamedTuple):
+    """The parts of a line, by kind."""
+
+    kinds: Sequence[Kind]
+    place: Tensor
+    """[s] where each position of the line stands among the queries of all kinds, from 1 on; 0 after the last part."""
+
+    @classmethod
+    def of(cls, starts: Tensor, before: Tensor, positions: int) -> Beside:
+        """Of parts that begin at `starts` [m + 1], after `before` [m, 2] others; see `Line`."""
+        first, lengths, others = starts[:-1].long(), starts.diff().long(), before.long()
+        sizes = lengths[others].where(others >= 0, 0)
+        ahead = sizes.sum(dim=1)
+        number = (others >= 0).sum(dim=1)
+        place = torch.zeros(positions, dtype=torch.long)
+        kinds: list[Kind] = []
+        filled = 1
+        for own in [((number == i) & (lengths > 0)).nonzero() for i in range(3)]:  # [n, 1]
+            if not len(own):
+                continue
+            q = torch.arange(int(lengths[own].max()))
+            k = torch.arange(int((ahead + lengths)[own].max()))
+            is_real = q < lengths[own]
+            queries = first[own] + q.where(is_real, 0)
+            keys = first[own] + (k - ahead[own]).where(k < (ahead + lengths)[own], 0)
+            prompt, text = others[own[:, 0]].unsqueeze(2).unbind(1)
+            skipped = sizes[own[:, 0], :1]
+            keys = torch.where(k < ahead[own], first[text] + k - skipped, keys)
+            keys = torch.where(k < skipped, first[prompt] + k, keys)
+            place[queries[is_real]] = filled + is_real.flatten().nonzero()[:, 0]
+            filled += is_real.numel()
+            is_seen = k <= (ahead[own] + q)[..., None]
+            kinds.append(Kind(queries, keys, is_seen[:, None]))
+        return cls(kinds, place)
+
+
+def attend_beside(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    line: Beside,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """[1, heads, s, d] -> [1, s, heads, d], as `line_attention`; torch differentiates it."""
+    states = [each[0].transpose(0, 1) for each in (query, key, value)]
+    found = [torch.zeros_like(states[0][:1])]
+    for kind in line.kinds:
+        places = (kind.queries, kind.keys, kind.keys)
+        q, k, v = (
+            each.index_select(0, own.flatten()).view(*own.shape, *each.shape[1:]).transpose(1, 2)
+            for each, own in zip(states, places, strict=True)
+        )
+        out = F.scaled_dot_product_attention(
+            q, k, v, kind.is_seen, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        found.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(found).index_select(0, line.place)[None], None
