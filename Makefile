@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# tiny models: threads of one process would wait for each other longer than they work
+CORES  := $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(CORES)
 
 .PHONY: setup demo test check format models test-models test-slow test-gpu test-kernels test-ray test-browser serving growth speed-cpu speed-gpu wheel-test clean
 
@@ -18,13 +21,13 @@ demo: setup                      ## one frozen model learns eight tasks, in a fe
 	$(BIN)/qtuning demo
 
 test: setup                      ## the tests that need no GPU, network, browser or extra weights
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q   # tiny models: threads would wait for each other longer than they work
+	$(SIDE_BY_SIDE)
 
 check: setup                     ## format, lint, types, unit tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit
+	$(SIDE_BY_SIDE) tests/unit
 
 format: setup                    ## put every file into the house format
 	$(BIN)/ruff format .

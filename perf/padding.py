@@ -1,11 +1,12 @@
 """A step of many lanes with their rows padded in a few passes, and as one line in which every prompt stands once.
 
-27 lanes: the tasks at one place of orders 11, 12 and 13, by three methods, three seeds each, with the preset `smollm2`.
+27 lanes: the tasks at one place of orders 11, 12 and 13, by three methods, three seeds each, with the preset `smollm2`;
+fewer with fewer orders or seeds.
 Both ways take turns in one process, on a card captured and compiled for all lengths; the first steps of both are
 compared. Scoring every lane's rows to validate is timed as well.
 
 Run: python perf/padding.py --data DIR                                        (a CUDA card)
-     python perf/padding.py --data DIR --device cpu --seeds 1 --steps 3
+     python perf/padding.py --data DIR --device cpu --orders 1 --seeds 1 --steps 2
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ WAYS = ("padded", "line")
 class Steps:
     """The lanes at one place of the streams, as a pack that reads in one of the two ways."""
 
-    def __init__(self, backbone, place: int, data: str, seeds: int, way: str):
+    def __init__(self, backbone, place: int, data: str, orders: int, seeds: int, way: str):
         self.backbone, self.way = backbone, way
+        self.use()
         self.fits = []
-        for order in ORDERS:
+        for order in ORDERS[:orders]:
             task = load_task(get_stream(order).tasks[place], data)
             for method in METHODS:
                 settings = make_settings(backbone.family, **get_preset("smollm2", method))
@@ -65,7 +67,6 @@ class Steps:
                         queue = replace(state.queue, rows=rows)
                         state = replace(state, queue=queue, learnt=place, last_layout=layout)
                     self.fits.append(Fit(learner.lane(state, task, split), train))
-        self.use()
         settings = [fit.settings for fit in self.fits]
         self.pack = Pack(backbone, [fit.lane for fit in self.fits], settings)
         self.pack.expect([fit.batches_ahead() for fit in self.fits])
@@ -88,15 +89,17 @@ class Steps:
         return statistics.mean(sum(rows * width for rows, width in passes) for passes in plans)
 
 
-def measure(backbone, place: int, data: str, seeds: int, rounds: int, repeats: int) -> dict:
+def measure(backbone, place: int, data: str, orders: int, seeds: int, rounds: int, repeats: int) -> dict:  # fmt: skip
     """Milliseconds a step, positions and first losses of both ways at one place."""
-    ways = {way: Steps(backbone, place, data, seeds, way) for way in WAYS}
-    found = {"place": place + 1, "tasks": [get_stream(order).tasks[place] for order in ORDERS]}
+    ways = {way: Steps(backbone, place, data, orders, seeds, way) for way in WAYS}
+    tasks = [get_stream(order).tasks[place] for order in ORDERS[:orders]]
+    found = {"place": place + 1, "tasks": tasks}
     losses, times, scoring = {}, {way: [] for way in WAYS}, {way: [] for way in WAYS}
     for way, steps in ways.items():
         for _ in range(4):  # as it is, captured, and two replays
             steps.step()
         losses[way] = steps.pack.take_losses()
+        steps.pack.validate(range(len(steps.fits)))  # put into tensors, and compiled
     for _ in range(rounds):
         for way, steps in ways.items():
             began = now(backbone)
@@ -128,13 +131,15 @@ def now(backbone) -> float:
     return time.perf_counter()
 
 
-def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repeats: int) -> dict:
+def study(
+    backbone, data: str, places: list[int], orders: int, seeds: int, rounds: int, repeats: int
+) -> dict:
     """All places, with what they were measured on."""
     on_card = backbone.device.type == "cuda"
     backbone.is_captured = backbone.is_compiled = backbone.for_all_lengths = on_card
     results = []
     for place in places:
-        results.append(measure(backbone, place - 1, data, seeds, rounds, repeats))
+        results.append(measure(backbone, place - 1, data, orders, seeds, rounds, repeats))
         shown = {
             way: (round(results[-1][way]["ms"], 2), results[-1][way]["positions"]) for way in WAYS
         }
@@ -143,7 +148,7 @@ def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repea
     backbone.may_read_lines = True
     return {
         "command": f"python perf/padding.py --data DIR --device {backbone.device.type} --places "
-        f"{' '.join(map(str, places))} --seeds {seeds} --rounds {rounds} --steps {repeats}",
+        f"{' '.join(map(str, places))} --orders {orders} --seeds {seeds} --rounds {rounds} --steps {repeats}",
         "date": date.today().isoformat(),
         "versions": {
             "device": torch.cuda.get_device_name() if on_card else "cpu",
@@ -153,7 +158,7 @@ def study(backbone, data: str, places: list[int], seeds: int, rounds: int, repea
             "transformers": transformers.__version__,
         },
         "model": backbone.name,
-        "lanes": len(ORDERS) * len(METHODS) * seeds,
+        "lanes": orders * len(METHODS) * seeds,
         "dtype": str(backbone.dtype).removeprefix("torch."),
         "steps_a_round": repeats,
         "results": results,
@@ -171,6 +176,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--places", type=int, nargs="+", default=[8, 25, 42, 59])
+    parser.add_argument("--orders", type=int, default=len(ORDERS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
@@ -186,7 +192,9 @@ def main() -> None:
     )
     if not backbone.reads_lines:
         raise SystemExit("lines do not work here: there is nothing to compare")
-    record = study(backbone, given.data, given.places, given.seeds, given.rounds, given.steps)
+    record = study(
+        backbone, given.data, given.places, given.orders, given.seeds, given.rounds, given.steps
+    )
     default = Path(__file__).parent / "results" / f"padding-{'gpu' if on_card else 'cpu'}.json"
     (given.output or default).write_text(json.dumps(record, indent=1) + "\n")
 

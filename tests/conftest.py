@@ -29,7 +29,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from qtuning.backbones import Backbone, wrap_model
 from qtuning.tasks import Task
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models: threads would wait for each other longer than they work
 
 
 def pytest_collection_finish() -> None:

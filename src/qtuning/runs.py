@@ -47,6 +47,7 @@ from qtuning.records import (
     write_file,
     write_json,
 )
+from qtuning.snapshots import EVALUATE_WITH, check_diagnostic
 from qtuning.stream_loop import INNER_CELL_ROWS, Course, StreamRun, run_streams
 from qtuning.streams import get_stream
 from qtuning.tasks import Task
@@ -82,6 +83,8 @@ class RunConfig:
         if protocol not in PROTOCOLS:
             raise ConfigError(unknown("protocol", protocol, PROTOCOLS))
         get_method(self.method)
+        if self.evaluate_with not in EVALUATE_WITH:
+            raise ConfigError(unknown("evaluation mode", self.evaluate_with, EVALUATE_WITH))
         given = {**(get_preset(self.preset, self.method) if self.preset else {}), **self.settings}
         make_settings(**given)
         return RunConfig(**{**asdict(self), "protocol": protocol, "settings": given})
@@ -221,6 +224,8 @@ def _run_pack(
             made[other.short_hash()] = make_method(other.method, backbone, *its), its
     # now that all is there: what cannot begin is no unfinished run
     for folder, (own, seed) in zip(folders, wanted, strict=True):
+        if own.evaluate_with != "snapshot":
+            check_diagnostic(made[own.short_hash()][0].start(seed), own.evaluate_with)
         _check_config(folder, own, seed)
     if started:
         started(backbone, tasks)

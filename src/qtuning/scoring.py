@@ -23,6 +23,8 @@ CARD_TOKENS = 65536
 CARD_BYTES_PER_NUMBER = 64
 """… and small enough for a quarter of its memory: bytes per position and unit of width, on the safe side."""
 
+FEW_PATHS = 8
+"""Of a row that a CPU reads in a line, at most."""
 MOST_LOGITS = 2**27
 """Numbers of a vocabulary's logits that exist at the same time."""
 
@@ -105,7 +107,7 @@ class Quiz:
         rows = [
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
-        in_lines = prefixes is None and backbone.reads_lines
+        in_lines = prefixes is None and reads_in_lines(backbone, [len(row.paths) for row in rows])
         if in_lines:
             batches = batches_in_lines(rows, backbone)
         else:
@@ -316,6 +318,15 @@ def batches_by_length(
             full, longest, (paths, steps) = copies[i] if copies else 1, lengths[i], own[i]
         batches[-1].append(i)
     return batches
+
+
+def reads_in_lines(backbone: Backbone, paths: Sequence[int]) -> bool:
+    """Whether rows with so many paths are scored in lines.
+
+    On a CPU many paths are cheaper beside their text, where that can be: in a line each has keys of its own.
+    """
+    is_cheap = backbone.device.type != "cpu" or max(paths, default=1) <= FEW_PATHS
+    return backbone.reads_lines and (is_cheap or not backbone.takes_branches)
 
 
 def batches_in_lines(rows: Sequence[Row], backbone: Backbone) -> list[list[int]]:

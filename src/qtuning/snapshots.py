@@ -141,14 +141,26 @@ def snapshot_for(state: Any, name: str, evaluate_with: str) -> Snapshot:
     snapshot: Snapshot = state.snapshots[name]
     if evaluate_with == "snapshot":
         return snapshot
-    if not hasattr(state, "current_layout"):
+    check_diagnostic(state, evaluate_with)
+    if evaluate_with == "current":
+        return replace(snapshot, rows=state.current_layout())
+    if "imported_from" in snapshot.facts:
+        raise ConfigError(
+            f"evaluation mode 'shared' needs a task that was learnt here; {name!r} was imported and has no prefix."
+        )
+    return replace(snapshot, rows=state.with_shared(snapshot.rows))
+
+
+def check_diagnostic(state: Any, evaluate_with: str) -> None:
+    """Refuse to ask a state in a way that means nothing for its method."""
+    if evaluate_with == "current" and not hasattr(state, "current_layout"):
         raise ConfigError(
             f"evaluation mode {evaluate_with!r} needs a method with a queue, such as q-tuning."
         )
-    rows = (
-        state.current_layout() if evaluate_with == "current" else state.with_shared(snapshot.rows)
-    )
-    return replace(snapshot, rows=rows)
+    if evaluate_with == "shared" and not len(getattr(state, "shared_prefix", ())):
+        raise ConfigError(
+            "evaluation mode 'shared' needs a method with a shared prefix, such as q-tuning with shared_length > 0."
+        )
 
 
 def answers_from_snapshots(state: Any) -> bool:

@@ -123,13 +123,13 @@ def _long_order(runs: Seeds) -> dict[str, Any]:
 
 
 def _lifelong_order(runs: Seeds) -> dict[str, Any]:
-    """Scores, how much any run forgot or gained, and whether a task costs more at the end than at the start."""
+    """Scores, the most that any run forgot or gained, and whether a task costs more at the end than at the start."""
     transfers = [r["backward_transfer"] for r in runs.values()]
-    known = [abs(transfer) for transfer in transfers if transfer is not None]
+    known = [transfer for transfer in transfers if transfer is not None]
     seconds = [[task["seconds"] for task in run["tasks"].values()] for run in runs.values()]
     return {
         **_spread(_scores(runs)),
-        "backward_transfer": _rounded(max(known)) if known else None,
+        "backward_transfer": _rounded(max(known, key=abs)) if known else None,
         "tasks": len(seconds[0]),
         "seconds_first_ten": _rounded(mean(mean(each[:10]) for each in seconds)),
         "seconds_last_ten": _rounded(mean(mean(each[-10:]) for each in seconds)),

@@ -21,14 +21,14 @@ from qtuning.backbones.prefixes import PromptMemory
 from qtuning.config import MethodSettings
 from qtuning.errors import ConfigError
 from qtuning.keys import directions, read_features
-from qtuning.scoring import Answerer, AnswererTable
+from qtuning.scoring import Answerer, AnswererTable, reads_in_lines
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Rows, Split
 
 CANDIDATES = 10
 """Tasks that are asked, at most: the latest."""
-UNASKED = {"latest": slice(-1, None), "first": slice(0, 1)}
-"""Starts that nothing decides but the place in the stream."""
+UNASKED = {"latest": -1, "first": 1}
+"""Starts that nothing decides but the place in the stream: the first own task from its end, or from its beginning."""
 JUDGED_ROWS = 64
 """Training examples that are looked at, at most."""
 
@@ -62,13 +62,13 @@ def find_start(
     """Ask the latest tasks which of them the new prompt should start from."""
     if settings.warm_start == "none":
         return Start()
-    places = UNASKED.get(settings.warm_start, slice(-CANDIDATES, None))
-    candidates = [snapshots[name] for name in list(snapshots)[places]]
-    known = [each for each in candidates if "imported_from" not in each.facts]
+    names = list(snapshots)
+    if settings.warm_start in UNASKED:
+        in_order = (snapshots[name] for name in names[:: UNASKED[settings.warm_start]])
+        return Start(next(filter(_is_own, in_order), None))
+    known = [each for name in names[-CANDIDATES:] if _is_own(each := snapshots[name])]
     if not known:
         return Start()
-    if settings.warm_start in UNASKED:
-        return Start(known[0])
     train = split.train.at(range(0, len(split.train), -(-len(split.train) // JUDGED_ROWS)))
     if settings.warm_start == "key":
         features = read_features(backbone, train.texts)
@@ -99,6 +99,11 @@ def word_losses(
     return (-right.sum(dim=1) / tokens).tolist()
 
 
+def _is_own(snapshot: Snapshot) -> bool:
+    """Whether its task was learnt here."""
+    return "imported_from" not in snapshot.facts
+
+
 def answer_losses(
     backbone: Backbone, snapshots: Sequence[Snapshot], train: Rows, answers: AnswerSet
 ) -> list[float]:
@@ -116,7 +121,7 @@ def _of_right_label(
 ) -> Tensor:
     """Log-probabilities [snapshots, n] of the right labels under each finished prompt, all read in one go."""
     table = AnswererTable([Answerer(s.rows.to(backbone.device), answers) for s in snapshots])
-    if backbone.remembers_prompts and not backbone.reads_lines:
+    if backbone.remembers_prompts and not reads_in_lines(backbone, [len(answers.paths)]):
         table.remember_prompts(PromptMemory(backbone.model))
     tokens = [
         t for s in snapshots for t in backbone.tokenize(train.texts, len(s.rows), answers.longest)

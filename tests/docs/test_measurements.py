@@ -172,6 +172,20 @@ def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{record['ratio']:.1f} times as fast again for {record['lanes']} runs" in readme
     assert f"`{record['command']}`" in page
+    on_cpu = json.loads((results / "padding-cpu.json").read_text())
+    assert between(page, "cpu-lines") == [
+        f"| {each['place']}, `{each['tasks'][0]}` | {padded['ms'] / 1000:.1f} | {padded['positions']:,.0f} | "
+        f"{line['ms'] / 1000:.1f} | {line['positions']:,.0f} | {each['ratio']:.1f} | {each['scoring_ratio']:.1f} |"
+        for each in on_cpu["results"]
+        for padded, line in [(each["padded"], each["line"])]
+    ]
+    assert f"`{on_cpu['command']}`" in page
+    assert max(each["largest_difference_of_first_losses"] for each in on_cpu["results"]) <= 1e-5
+    fastest = [f"{each['ratio']:.1f}" for each in on_cpu["results"]]
+    assert (
+        f"On two CPU cores a step of short texts is {' to '.join(fastest)} times as fast that way"
+        in readme
+    )
     copies = json.loads((results / "padding-copies-gpu.json").read_text())["results"]
     said = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert {f"{each['line']['ms']:.0f}" for each in copies} == {"43"}

@@ -350,6 +350,15 @@ def test_the_findings_on_twenty_steps_are_those_of_the_records() -> None:
     assert (
         said.format(*(scores[m] for m in ("shared-prompt", "q-tuning", "per-task-prompt"))) in words
     )
+    once = {label.split(",")[0]: own for label, own in records_in("shared-minilm").items()}
+    for said, method in (
+        ("prompt ends at {:.1f} where its tasks had {:.1f} when learnt (backward transfer {:.1f})", "shared-prompt"),
+        ("at {:.1f} where they had {:.1f} ({:.1f}).", "q-tuning"),
+    ):  # fmt: skip
+        record = once[method]["order-11", 0]
+        learnt = mean(record["matrix"][i + 1][i] for i in range(70))
+        figures = record["average_score"], learnt, record["backward_transfer"]
+        assert said.format(*(100 * each for each in figures)) in words
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     said = (
         "{:.1f} % with a prompt that is carried on, {:.1f} with `q-tuning-plus`, {:.1f} with Q-tuning, "

@@ -21,7 +21,7 @@ from qtuning.backbones.lines import TAKES_LINES, Line
 from qtuning.config import make_settings
 from qtuning.lanes import fit_lanes
 from qtuning.pack import Pack
-from qtuning.scoring import Quiz, batches_in_lines, read_all
+from qtuning.scoring import FEW_PATHS, Quiz, batches_in_lines, read_all, reads_in_lines
 from qtuning.weights import trainable_copy
 from tests.conftest import CONFIGS, SIZE, SMALL, VOCAB, make_backbone, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
@@ -139,8 +139,8 @@ def test_every_kind_gives_the_numbers_of_padded_rows(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "opt"])
 def test_models_are_tried_before_lines_are_used(kind: str, monkeypatch) -> None:
 
-    def blind(starts, before, positions):  # texts do not see their prompts
-        return own(starts, torch.full_like(before, -1), positions)
+    def blind(starts, before, *rest):  # texts do not see their prompts
+        return own(starts, torch.full_like(before, -1), *rest)
 
     own = Beside.of
     monkeypatch.setattr(Beside, "of", blind)
@@ -175,7 +175,9 @@ def test_attention_side_by_side_is_that_part_by_part(llama, rows) -> None:
     ]
     where = (line.starts, line.before, line.seen_by, line.tiles)
     expected = attend(*(each[0].transpose(0, 1) for each in states), *where, 0.5)[0][:filled]
-    found = attend_beside(None, *states, None, scaling=0.5, line=line.seen())[0][0, :filled]
+    found = attend_beside(None, *states, None, scaling=0.5, line=line.seen(torch.float64))[0][
+        0, :filled
+    ]
     assert torch.allclose(found, expected, atol=1e-12)
     toward = torch.randn(expected.shape, dtype=torch.float64, generator=draw)
     gradients = [torch.autograd.grad(each, states, toward) for each in (found, expected)]
@@ -184,10 +186,29 @@ def test_attention_side_by_side_is_that_part_by_part(llama, rows) -> None:
         assert not a[0, :, filled:].any()
 
 
+def test_short_texts_are_not_padded_to_a_long_one(llama) -> None:
+    """Of attention's rows at most half is padding, whatever the lengths."""
+    slots, draw = range(4), np.random.default_rng(0)
+    lengths = [*draw.integers(1, 9, 60).tolist(), 100, 60, 33]
+    line = Line.of(lined(llama, [Row(Tokens((1,) * n), slots) for n in lengths]))
+    kinds = line.seen(torch.float64).kinds
+    assert sum(kind.queries.numel() for kind in kinds) <= 2 * (sum(lengths) + 4)
+    assert max(kind.queries.shape[1] for kind in kinds) == 100
+
+
+def test_several_paths_are_read_in_lines_where_that_is_cheap(llama, monkeypatch) -> None:
+    assert reads_in_lines(llama, [1, FEW_PATHS])
+    assert not reads_in_lines(llama, [1, FEW_PATHS + 1])
+    monkeypatch.setattr("qtuning.backbones.causal.TAKES_BRANCHES", ())
+    assert reads_in_lines(
+        llama, [1, FEW_PATHS + 1]
+    )  # else the text would be read again for every path
+
+
 def test_where_a_cpu_reads_lines() -> None:
     llama, untested = make_backbone("llama"), make_backbone("llama")
     assert llama.reads_lines
-    llama.is_compiled = True  # every line has sizes of its own
+    llama.compile = "on"  # every line has sizes of its own
     assert not llama.reads_lines
     untested.model.config.model_type = "no-such-model"
     assert not untested.reads_lines

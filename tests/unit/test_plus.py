@@ -241,8 +241,9 @@ def test_nobody_learns_from_an_imported_prompt(llama) -> None:
     answers = lanes[0].answers
     assert find_start(llama, method.settings, {"foreign": foreign}, split, answers).source is None
     both = {**state.snapshots, "foreign": foreign}
-    found = find_start(llama, method.settings, both, split, answers)
-    assert found.source is state.snapshots["task0"]
+    for kind, names in (("loss", both), ("latest", both), ("first", dict(reversed(both.items())))):
+        found = find_start(llama, replace(method.settings, warm_start=kind), names, split, answers)
+        assert found.source is state.snapshots["task0"], kind
 
 
 def test_the_newest_first_order_takes_the_right_rows(llama) -> None:

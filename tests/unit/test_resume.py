@@ -267,5 +267,11 @@ def test_a_folder_that_cannot_be_written_is_named(place: Path) -> None:
 def test_what_cannot_begin_is_no_unfinished_run(tmp_path: Path) -> None:
     with pytest.raises(QTuningError, match="no-such-folder"):
         run(RunConfig("order-04"), [0], root=tmp_path, data=str(tmp_path / "no-such-folder"))
+    with pytest.raises(QTuningError, match="Did you mean 'shared'"):
+        run(RunConfig("starter-four", evaluate_with="shard"), [0], root=tmp_path)
+    for method, mode in (("prompt-tuning", "shared"), ("ewc", "shared"), ("ewc", "current")):
+        config = RunConfig("starter-four", method, evaluate_with=mode)
+        with pytest.raises(QTuningError, match=f"evaluation mode '{mode}' needs a method with"):
+            run(config, [0], root=tmp_path)
     with pytest.raises(RecordError, match="no records"):
         gather([tmp_path])

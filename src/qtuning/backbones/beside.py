@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 
 class Kind(NamedTuple):
-    """Parts with about as many positions: all prompts, all texts or all paths of a line."""
+    """Prompts, texts or paths of a line with about as many positions: none has more than twice those of another."""
 
     queries: Tensor
     """[n, q] positions of each part; past its end its first."""
     keys: Tensor
     """[n, k] positions that it sees, in the order in which a model would read them; past its end its first."""
-    is_seen: Tensor
-    """[n, 1, q, k] whether a query sees a key: what stands before the part, and the part so far."""
+    mask: Tensor
+    """[n, 1, q, k] 0 where a query sees a key, what stands before the part and the part so far; else -inf."""
 
 
 class Beside(NamedTuple):
@@ -32,18 +32,18 @@ class Beside(NamedTuple):
     """[s] where each position of the line stands among the queries of all kinds, from 1 on; 0 after the last part."""
 
     @classmethod
-    def of(cls, starts: Tensor, before: Tensor, positions: int) -> Beside:
-        """Of parts that begin at `starts` [m + 1], after `before` [m, 2] others; see `Line`."""
+    def of(cls, starts: Tensor, before: Tensor, positions: int, dtype: torch.dtype) -> Beside:
+        """Of parts that begin at `starts` [m + 1], after `before` [m, 2] others; see `Line`. `dtype` is the model's."""
         first, lengths, others = starts[:-1].long(), starts.diff().long(), before.long()
         sizes = lengths[others].where(others >= 0, 0)
         ahead = sizes.sum(dim=1)
-        number = (others >= 0).sum(dim=1)
+        doublings = lengths.clamp(min=1).double().log2().ceil().long()
+        alike = torch.where(lengths > 0, 64 * (others >= 0).sum(dim=1) + doublings, -1)
         place = torch.zeros(positions, dtype=torch.long)
         kinds: list[Kind] = []
         filled = 1
-        for own in [((number == i) & (lengths > 0)).nonzero() for i in range(3)]:  # [n, 1]
-            if not len(own):
-                continue
+        for number in sorted(set(alike.tolist()) - {-1}):
+            own = (alike == number).nonzero()  # [n, 1]
             q = torch.arange(int(lengths[own].max()))
             k = torch.arange(int((ahead + lengths)[own].max()))
             is_real = q < lengths[own]
@@ -55,8 +55,10 @@ class Beside(NamedTuple):
             keys = torch.where(k < skipped, first[prompt] + k, keys)
             place[queries[is_real]] = filled + is_real.flatten().nonzero()[:, 0]
             filled += is_real.numel()
-            is_seen = k <= (ahead[own] + q)[..., None]
-            kinds.append(Kind(queries, keys, is_seen[:, None]))
+            is_seen = (k <= (ahead[own] + q)[..., None])[:, None]
+            # once for all layers, which would make it of a mask of truths each
+            mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
+            kinds.append(Kind(queries, keys, mask))
         return cls(kinds, place)
 
 
@@ -81,7 +83,7 @@ def attend_beside(
             for each, own in zip(states, places, strict=True)
         )
         out = F.scaled_dot_product_attention(
-            q, k, v, kind.is_seen, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, kind.mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
         found.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).index_select(0, line.place)[None], None

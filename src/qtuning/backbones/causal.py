@@ -123,7 +123,7 @@ class CausalBackbone(VocabularyBackbone):
                 inputs_embeds=line.embed(reading, bank, self)[None],
                 position_ids=line.place[None].clamp(max=self.max_length - 1),
                 use_cache=False,
-                line=line.seen(),
+                line=line.seen(self.dtype),
             ).last_hidden_state
         return line.reads(states[0], reading)
 
@@ -142,7 +142,7 @@ class CausalBackbone(VocabularyBackbone):
     def _attends_to_lines(self) -> bool:
         """Whether the device has an attention for them."""
         if self.device.type == "cpu":
-            return not self.is_compiled  # every line has sizes of its own
+            return self.compile not in ("on", "dynamic")  # every line has sizes of its own
         if self.device.type != "cuda" or self.dtype not in (torch.bfloat16, torch.float16):
             return False
         config = self.model.config

@@ -90,11 +90,11 @@ class Line:
         """The function that takes what `seen` says."""
         return LINE if self.starts.is_cuda else LINE_ON_CPU
 
-    def seen(self) -> Beside | tuple[Tensor, ...]:
-        """What each position sees, as attention wants to know it on this device."""
+    def seen(self, dtype: torch.dtype) -> Beside | tuple[Tensor, ...]:
+        """What each position sees, as attention wants to know it on this device; `dtype` is the model's."""
         if self.starts.is_cuda:
             return self.starts, self.before, self.seen_by, self.tiles
-        return Beside.of(self.starts, self.before, len(self.part))
+        return Beside.of(self.starts, self.before, len(self.part), dtype)
 
     def embed(self, reading: Reading, bank: Tensor, backbone: Backbone) -> Tensor:
         """[positions, d]: prompt vectors first, then tokens."""

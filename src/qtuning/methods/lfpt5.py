@@ -37,6 +37,7 @@ from qtuning.weights import Examples, Hooks, fit_weights, make_examples, recorde
 
 MARK = "Answer:"
 WRITTEN_TOKENS = 128
+WRITTEN_AT_ONCE = 256
 """Of a written example at most."""
 TOP_K, REPETITION_PENALTY = 64, 2.5
 """Of sampling, as released."""
@@ -106,10 +107,8 @@ class LFPT5Loss:
         self.train, self.writing = train, writing
         self.pseudo = _first_tokens(pseudo) if pseudo else None
         beside = [self.pseudo] if self.pseudo else []
-        # a decoder of its own would take as many steps for all rows as for what is written
-        is_one = self.backbone.answer_follows_text
-        passes = [[train, *beside, writing]] if is_one else [[train, *beside], [writing]]
-        self.passes = [_Joined(parts) for parts in passes]
+        # what is written is longer than the rest, which would be padded to it
+        self.passes = [_Joined([train, *beside]), _Joined([writing])]
         if self.pseudo:
             shares = [1 / len(each) for each in pseudo for _ in range(len(each))]
             self.shares = torch.tensor(shares, dtype=old_prompt.dtype, device=old_prompt.device)
@@ -207,18 +206,20 @@ class LFPT5:
         ]
         # anew for every task: there are more pseudo-samples each time, and no pass has the shape of an earlier one
         self.view.recorded = recorded_passes(self.view, [])
-        facts = fit_weights(
-            LFPT5Loss(train, writing, pseudo, old, self.settings),
-            validation,
-            task.metric,
-            self.train,
-            torch_generator(state.seed, state.learnt, task.name, "order"),
-            Hooks(),
-            [([prompt], self.train.prompt_lr)],
-            report,
-            (f"{task.name}, seed {state.seed}", task.name),
-        )
-        self.view.recorded = None  # and its memory goes back
+        try:
+            facts = fit_weights(
+                LFPT5Loss(train, writing, pseudo, old, self.settings),
+                validation,
+                task.metric,
+                self.train,
+                torch_generator(state.seed, state.learnt, task.name, "order"),
+                Hooks(),
+                [([prompt], self.train.prompt_lr)],
+                report,
+                (f"{task.name}, seed {state.seed}", task.name),
+            )
+        finally:
+            self.view.recorded = None  # and its memory goes back
         learnt = prompt.detach().cpu()
         recorded: dict[str, Any] = {
             **facts,
@@ -235,8 +236,11 @@ class LFPT5:
         cards = [earlier.card for earlier in state.snapshots.values()]
         counts = [self.settings.pseudo_samples * len(card.label_names) for card in cards]
         asked = [card.name for card, n in zip(cards, counts, strict=True) for _ in range(n)]
-        seed = derive_seed(state.seed, state.learnt, "pseudo")
-        written = iter(self._write(asked, state.prompt.to(self.backbone.device), seed))
+        prompt, texts = state.prompt.to(self.backbone.device), []
+        for first in range(0, len(asked), WRITTEN_AT_ONCE):
+            seed = derive_seed(state.seed, state.learnt, first, "pseudo")
+            texts += self._write(asked[first : first + WRITTEN_AT_ONCE], prompt, seed)
+        written = iter(texts)
         rows = {}
         for card, n in zip(cards, counts, strict=True):
             found = [sample for each in islice(written, n) if (sample := read_sample(each, card))]
