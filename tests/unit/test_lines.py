@@ -187,13 +187,15 @@ def test_attention_side_by_side_is_that_part_by_part(llama, rows) -> None:
 
 
 def test_short_texts_are_not_padded_to_a_long_one(llama) -> None:
-    """Of attention's rows at most half is padding, whatever the lengths."""
-    slots, draw = range(4), np.random.default_rng(0)
+    """At most half of attention's queries, and of its keys, is padding: whatever the lengths of texts and prompts."""
+    prompts, draw = [range(4), range(100)], np.random.default_rng(0)
     lengths = [*draw.integers(1, 9, 60).tolist(), 100, 60, 33]
-    line = Line.of(lined(llama, [Row(Tokens((1,) * n), slots) for n in lengths]))
-    kinds = line.seen(torch.float64).kinds
-    assert sum(kind.queries.numel() for kind in kinds) <= 2 * (sum(lengths) + 4)
-    assert max(kind.queries.shape[1] for kind in kinds) == 100
+    of = draw.integers(0, 2, len(lengths)).tolist()
+    rows = [Row(Tokens((1,) * n), prompts[i]) for n, i in zip(lengths, of, strict=True)]
+    kinds = Line.of(lined(llama, rows)).seen(torch.float64).kinds
+    assert sum(kind.queries.numel() for kind in kinds) <= 2 * (sum(lengths) + 104)
+    seen = 104 + sum(n + len(prompts[i]) for n, i in zip(lengths, of, strict=True))
+    assert seen < sum(kind.keys.numel() for kind in kinds) <= 2 * seen
 
 
 def test_several_paths_are_read_in_lines_where_that_is_cheap(llama, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 class Kind(NamedTuple):
-    """Prompts, texts or paths of a line with about as many positions: none has more than twice those of another."""
+    """Parts of a line with about as many positions, after about as many: at most twice those of another of them."""
 
     queries: Tensor
     """[n, q] positions of each part; past its end its first."""
@@ -37,8 +37,11 @@ class Beside(NamedTuple):
         first, lengths, others = starts[:-1].long(), starts.diff().long(), before.long()
         sizes = lengths[others].where(others >= 0, 0)
         ahead = sizes.sum(dim=1)
-        doublings = lengths.clamp(min=1).double().log2().ceil().long()
-        alike = torch.where(lengths > 0, 64 * (others >= 0).sum(dim=1) + doublings, -1)
+        # of how many doublings of 1: queries and keys of a kind are padded to at most twice as many
+        asking, seeing = (
+            n.clamp(min=1).double().log2().ceil().long() for n in (lengths, ahead + lengths)
+        )
+        alike = torch.where(lengths > 0, 64 * asking + seeing, -1)
         place = torch.zeros(positions, dtype=torch.long)
         kinds: list[Kind] = []
         filled = 1
