@@ -29,8 +29,6 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from qtuning.backbones import Backbone, wrap_model
 from qtuning.tasks import Task
 
-torch.set_num_threads(1)  # tiny models: threads would wait for each other longer than they work
-
 
 def pytest_collection_finish() -> None:
     """What was imported stays: every run looks for live tensors among all objects, and these are a million."""
