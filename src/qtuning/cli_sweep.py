@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qtuning.cli_runs import counted, parse_seeds, parse_settings, whole
 from qtuning.errors import ConfigError
-from qtuning.streams import read_yaml
+from qtuning.streams import get_stream, read_yaml
 
 if TYPE_CHECKING:
+    from qtuning.lanes import Report
     from qtuning.sweep import Outcome, Pack
 
 
@@ -126,19 +126,19 @@ def sweep(
         _print_packs(packs, output)
         return
     place = Place(output, data, device, compile, lanes, cpus_per_pack)
-    with _Bar(len(packs)) as bar:
+    with _Display(len(packs)) as display:
         if ray:
             found = run_on_ray(
                 packs,
                 place,
-                bar.after,
+                display.after,
                 address=address,
                 cpus=cpus_per_pack,
                 gpus=gpus_per_pack,
                 retries=retries,
             )
         else:
-            found = run_here(packs, place, bar.after)
+            found = run_here(packs, place, display.after, display.watch)
     _print_outcomes(found, output)
     if any(each.error for each in found):
         raise typer.Exit(1)
@@ -184,34 +184,34 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
     console.print(said, highlight=False)
 
 
-class _Bar:
-    """Packs that ended, one line each, above a bar that counts them."""
+class _Display:
+    """A line for every pack that ended, above how far the one under way is."""
 
     def __init__(self, packs: int):
-        self.console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("[bold]packs"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
-        self._id = self._bar.add_task("", total=packs)
+        from qtuning.progress import LearningBar
 
-    def __enter__(self) -> _Bar:
-        self._bar.start()
+        self.console, self.packs, self.ended = Console(stderr=True), packs, 0
+        self.bar = LearningBar(console=self.console)
+
+    def __enter__(self) -> _Display:
+        self.bar.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._bar.stop()
+        self.bar.__exit__(*error)
+
+    def watch(self, pack: Pack) -> Report:
+        """The bar, at the beginning of a pack."""
+        self.bar.begin(sum(len(get_stream(config.stream).tasks) for config, _ in pack.runs))
+        return self.bar
 
     def after(self, outcome: Outcome) -> None:
         """Count one more."""
+        self.ended += 1
         mark = "[red]✗[/red]" if outcome.error else "[green]✓[/green]"
-        self._bar.update(self._id, advance=1, description=f"{mark} {outcome.pack.name}")
+        self.console.print(
+            f"{mark} pack {self.ended} of {self.packs}: {outcome.pack.name}", highlight=False
+        )
 
 
 def _print_outcomes(found: Sequence[Outcome], output: Path) -> None:

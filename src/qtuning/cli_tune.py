@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qtuning.cli_runs import parse_seeds, parse_settings
+from qtuning.streams import get_stream
 
 
 def tune(
@@ -50,6 +51,7 @@ def tune(
         `qtuning run --stream demo --method ewc --preset ewc.yaml`
     """
     from qtuning.backbones import load_backbone
+    from qtuning.progress import LearningBar
     from qtuning.runs import RunConfig
     from qtuning.tuning import Tried, start_of, write_preset
     from qtuning.tuning import tune as run_tune
@@ -70,13 +72,20 @@ def tune(
     ).resolved()
     console = Console()
 
+    tasks = len(numbers) * sum(len(get_stream(name).tasks) for name in names)
+    bar = LearningBar(tasks, console)
+
     def said(tried: Tried) -> None:
+        bar.begin(tasks)  # for the next candidate
         own = ", ".join(f"{name} {value:g}" for name, value in tried.settings.items())
         console.print(f"  {tried.score:6.1%}  {own or 'nothing to tune'}", highlight=False)
 
     family = load_backbone(model, device="cpu").family
     console.print(f"{method} on {' and '.join(names)}, {model}, seeds {numbers}")
-    tried = run_tune(base, names, numbers, family, records, said, data=data, device=device)
+    with bar:
+        tried = run_tune(
+            base, names, numbers, family, records, said, data=data, device=device, report=bar
+        )
     path = output or Path(f"{method}-{Path(model).name}.yaml")
     command = shlex.join(["qtuning", *sys.argv[1:]])
     write_preset(path, base, tried, f"chosen on {' and '.join(names)} by `{command}`")

@@ -1,4 +1,4 @@
-"""A live line for learning: task, epoch, loss, validation, time left."""
+"""How far learning is: a live line on a terminal, now and then a plain one in a log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from rich.progress import (
 
 from qtuning.lanes import Progress as LaneProgress
 
+SECONDS_BETWEEN_LINES = 30.0
+"""In a log, where no line can be written over: long enough for a night's run to be read in the morning."""
+
 
 class LearningBar:
-    """A rich progress bar that follows `fit_lanes`; over several tasks it also counts them."""
+    """Follows `fit_lanes`: task, epoch, loss, validation, time left. Over several tasks it also counts them.
+
+    A bar where `console` is a terminal; else a line on standard error from time to time.
+    """
 
     def __init__(self, tasks: int = 1, console: Console | None = None, quiet: bool = False):
         self.console = console or Console(stderr=True)
@@ -34,10 +40,18 @@ class LearningBar:
             transient=True,
             disable=quiet or not self.console.is_terminal,
         )
-        self._tasks = tasks
+        self._log = None if quiet or self.console.is_terminal else Console(stderr=True)
         self._id: TaskID | None = None
+        self.begin(tasks)
+
+    def begin(self, tasks: int) -> None:
+        """Count from nothing, towards so many tasks."""
+        if self._id is not None:
+            self._bar.remove_task(self._id)
+        self._tasks, self._id = tasks, None
         self._lanes: dict[str, int] = {}
         self._epochs, self._began = 0, time.perf_counter()
+        self._said = self._began
 
     def __enter__(self) -> LearningBar:
         self._bar.start()
@@ -61,13 +75,16 @@ class LearningBar:
         if self._id is None:
             self._id = self._bar.add_task("", total=total, status="")
         self._epochs += 1
-        rate = self._epochs / (time.perf_counter() - self._began)
         count = f"[{len(self._lanes)}/{self._tasks}] " if self._tasks > 1 else ""
+        name = f"{count}{now.lane}"
         validation = "" if now.validation is None else f"  validation {now.validation:.1%}"
+        status = f"epoch {now.epoch}/{now.epochs}  loss {now.loss:.3f}{validation}"
         self._bar.update(
-            self._id,
-            total=total,
-            completed=self._epochs,
-            description=f"{count}{now.lane}",
-            status=f"epoch {now.epoch}/{now.epochs}  loss {now.loss:.3f}{validation}  {rate:.1f} epochs/s",
+            self._id, total=total, completed=self._epochs, description=name, status=status
         )
+        if self._log and time.perf_counter() - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = time.perf_counter()
+            passed = (self._said - self._began) / 60
+            left = passed * (total / self._epochs - 1)
+            said = f"{name}  {status}  {passed:.0f} min, about {left:.0f} left"
+            self._log.print(said, highlight=False, markup=False, soft_wrap=True)

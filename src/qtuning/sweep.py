@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qtuning.errors import ConfigError, QTuningError, unknown
+from qtuning.lanes import Report
 from qtuning.ray_cluster import cause_of, connected, largest_node
 from qtuning.runs import Loaded, RunConfig, company_of, run_folder, run_together
 
@@ -107,6 +108,7 @@ class Place:
 
 
 After = Callable[[Outcome], None]
+Watch = Callable[[Pack], Report]
 
 
 def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
@@ -271,24 +273,26 @@ def _joined(packs: Iterable[tuple[Pack, bool | str]]) -> list[Pack]:
 # ── computing ────────────────────────────────────────────────────────────────────────────────
 
 
-def run_pack(pack: Pack, place: Place, loaded: Loaded | None = None) -> Outcome:
+def run_pack(
+    pack: Pack, place: Place, loaded: Loaded | None = None, watch: Watch | None = None
+) -> Outcome:
     """Finish a pack, or say why it cannot be finished; a finished one answers at once.
 
     If a pack with company fails, its members are tried one by one: what is wrong with one must not stop the others.
     `loaded` keeps the model for the next pack.
     """
     loaded = {} if loaded is None else loaded
-    outcome = _try_pack(pack, place, loaded)
+    outcome = _try_pack(pack, place, loaded, watch)
     if not outcome.error or not pack.company:
         return outcome
-    each = [_try_pack(member, place, loaded) for member in pack.members]
+    each = [_try_pack(member, place, loaded, watch) for member in pack.members]
     failed = [f"{own.pack.name}: {own.error}" for own in each if own.error]
     scores = () if failed else tuple(score for own in each for score in own.scores)
     seconds = outcome.seconds + sum(own.seconds for own in each)
     return Outcome(pack, scores, "; ".join(failed), seconds)
 
 
-def _try_pack(pack: Pack, place: Place, loaded: Loaded) -> Outcome:
+def _try_pack(pack: Pack, place: Place, loaded: Loaded, watch: Watch | None) -> Outcome:
     import torch
 
     began, threads = time.perf_counter(), torch.get_num_threads()
@@ -301,6 +305,7 @@ def _try_pack(pack: Pack, place: Place, loaded: Loaded) -> Outcome:
             device=place.device,
             compile=place.compile,
             lanes=place.lanes,
+            report=watch(pack) if watch else None,
             loaded=loaded,
         )
     except Exception as error:  # whatever it is, the other packs go on
@@ -313,15 +318,20 @@ def _try_pack(pack: Pack, place: Place, loaded: Loaded) -> Outcome:
     return Outcome(pack, scores, seconds=time.perf_counter() - began)
 
 
-def run_here(packs: Sequence[Pack], place: Place, after: After | None = None) -> list[Outcome]:
-    """All packs in this process, one after another; `after` is called with each.
+def run_here(
+    packs: Sequence[Pack],
+    place: Place,
+    after: After | None = None,
+    watch: Watch | None = None,
+) -> list[Outcome]:
+    """All packs in this process, one after another; packs of one model load and compile it once.
 
-    Packs of one model load and compile it once.
+    `after` is called with each when it ends, `watch` when it begins; what that returns is told every epoch.
     """
     found: list[Outcome] = []
     loaded: Loaded = {}
     for pack in packs:
-        found.append(run_pack(pack, place, loaded))
+        found.append(run_pack(pack, place, loaded, watch))
         if after:
             after(found[-1])
     return found

@@ -290,6 +290,25 @@ def test_the_command(place: Place, command: Any) -> None:
     assert command("report", "runs", "-o", "report.html")[0] == 0
 
 
+def test_the_command_tells_how_far_it_is(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Into a log: a line for every pack, and between them those of learning."""
+    monkeypatch.setattr("qtuning.progress.SECONDS_BETWEEN_LINES", 0.0)
+    words = ("sweep", *FLAGS, *SET, "--test-limit", "4", "--method", "per-task-prompt linear-probe")
+    monkeypatch.setattr(sys, "argv", ["qtuning", *words])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err.splitlines()
+    first, second = (i for i, line in enumerate(said) if line.startswith("✓ pack"))
+    assert said[first] == "✓ pack 1 of 2: per-task-prompt · two · model"
+    assert said[second] == "✓ pack 2 of 2: linear-probe · two · model"
+    learning = said[:first]
+    assert learning[0].startswith("[1/4] ")  # two tasks, two seeds
+    assert learning[-1].startswith("[4/4] ")
+    assert all("epoch" in line for line in learning)
+
+
 def test_the_command_tells_of_a_failed_pack(place: Place, command: Any) -> None:
     code, said = command(
         "sweep", *FLAGS, *SET, "--test-limit", "4", "--model", "model ./a/b/absent"
