@@ -37,8 +37,9 @@ from qtuning.weights import Examples, Hooks, fit_weights, make_examples, recorde
 
 MARK = "Answer:"
 WRITTEN_TOKENS = 128
-WRITTEN_AT_ONCE = 256
 """Of a written example at most."""
+WRITTEN_AT_ONCE = 256
+"""Examples that are written side by side at most."""
 TOP_K, REPETITION_PENALTY = 64, 2.5
 """Of sampling, as released."""
 
