@@ -178,7 +178,7 @@ class Pack:
     def _line(self, lengths: np.ndarray) -> int:
         """Positions of a line of rows of these lengths: every prompt stands in it once."""
         again = (len(lengths) // len(self.prompts) - 1) * sum(self.prompts)
-        return aligned(int(lengths.sum()) - again)
+        return aligned(int(lengths.sum()) - again, self.backbone.device)
 
     @cached_property
     def longest_line(self) -> int:

@@ -50,7 +50,7 @@ class Predictor:
     ):
         self.backbone, self.snapshots = backbone, dict(snapshots)
         self._answerers: dict[str, Answerer] = {}
-        self._memory = PromptMemory(backbone.model) if backbone.remembers_prompts else None
+        self._memory = PromptMemory(backbone.read_prompt) if backbone.remembers_prompts else None
         if before is not None and before.backbone is backbone:
             self._answerers = {
                 name: answerer

@@ -23,6 +23,8 @@ CARD_TOKENS = 65536
 CARD_BYTES_PER_NUMBER = 64
 """… and small enough for a quarter of its memory: bytes per position and unit of width, on the safe side."""
 
+FEW_ROWS = 4
+"""Which a CPU reads padded: what a line saves is less than the work of making one."""
 FEW_PATHS = 8
 """Of a row that a CPU reads in a line, at most."""
 MOST_LOGITS = 2**27
@@ -321,12 +323,15 @@ def batches_by_length(
 
 
 def reads_in_lines(backbone: Backbone, paths: Sequence[int]) -> bool:
-    """Whether rows with so many paths are scored in lines.
+    """Whether rows with so many paths each are scored in lines.
 
     On a CPU many paths are cheaper beside their text, where that can be: in a line each has keys of its own.
     """
-    is_cheap = backbone.device.type != "cpu" or max(paths, default=1) <= FEW_PATHS
-    return backbone.reads_lines and (is_cheap or not backbone.takes_branches)
+    if not backbone.reads_lines or backbone.device.type != "cpu":
+        return backbone.reads_lines
+    if backbone.takes_branches:
+        return len(paths) > FEW_ROWS and max(paths) <= FEW_PATHS
+    return sum(paths) > FEW_ROWS
 
 
 def batches_in_lines(rows: Sequence[Row], backbone: Backbone) -> list[list[int]]:
@@ -373,7 +378,7 @@ def _positions_at_once(backbone: Backbone) -> int:
 
 def _prepared(backbone: Backbone, rows: Sequence[Row], in_line: bool) -> Reading:
     reading = backbone.prepare(rows)
-    return replace(reading, extent=Extent.of(rows)) if in_line else reading
+    return replace(reading, extent=Extent.of(rows, backbone.device)) if in_line else reading
 
 
 def _bank(answerers: Sequence[Answerer]) -> tuple[Tensor, list[range]]:

@@ -121,11 +121,12 @@ def _of_right_label(
 ) -> Tensor:
     """Log-probabilities [snapshots, n] of the right labels under each finished prompt, all read in one go."""
     table = AnswererTable([Answerer(s.rows.to(backbone.device), answers) for s in snapshots])
-    if backbone.remembers_prompts and not reads_in_lines(backbone, [len(answers.paths)]):
-        table.remember_prompts(PromptMemory(backbone.model))
     tokens = [
         t for s in snapshots for t in backbone.tokenize(train.texts, len(s.rows), answers.longest)
     ]
+    in_lines = reads_in_lines(backbone, [len(answers.paths)] * len(tokens))
+    if backbone.remembers_prompts and not in_lines:
+        table.remember_prompts(PromptMemory(backbone.read_prompt))
     asked = [number for number in range(len(snapshots)) for _ in train.texts]
     found = table.padded_log_probs(backbone, tokens, asked, among_labels).cpu().double()
     gold = torch.tensor(train.labels).repeat(len(snapshots))

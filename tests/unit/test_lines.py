@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from threading import Event
 
 import numpy as np
 import pytest
@@ -16,12 +18,12 @@ from qtuning.backbones.attend import attend, kernel_works
 from qtuning.backbones.base import Row, Tokens
 from qtuning.backbones.beside import Beside, attend_beside
 from qtuning.backbones.causal import CausalBackbone
-from qtuning.backbones.extents import TILE, UNIT, Extent
+from qtuning.backbones.extents import CPU_UNIT, TILE, UNIT, Extent
 from qtuning.backbones.lines import TAKES_LINES, Line
 from qtuning.config import make_settings
 from qtuning.lanes import fit_lanes
 from qtuning.pack import Pack
-from qtuning.scoring import FEW_PATHS, Quiz, batches_in_lines, read_all, reads_in_lines
+from qtuning.scoring import FEW_PATHS, FEW_ROWS, Quiz, batches_in_lines, read_all, reads_in_lines
 from qtuning.weights import trainable_copy
 from tests.conftest import CONFIGS, SIZE, SMALL, VOCAB, make_backbone, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
@@ -40,8 +42,8 @@ def in_lines(monkeypatch):
     )
 
 
-def lined(backbone, rows):
-    return replace(backbone.prepare(rows), extent=Extent.of(rows))
+def lined(backbone, rows, device="cpu"):
+    return replace(backbone.prepare(rows), extent=Extent.of(rows, torch.device(device)))
 
 
 PROMPT, OTHER = range(2), range(2, 5)
@@ -69,7 +71,8 @@ def seen_from(line) -> list[list[int]]:
 
 
 def test_where_each_part_stands(llama) -> None:
-    reading = lined(llama, SINGLE)
+    assert lined(llama, SINGLE).extent == Extent(CPU_UNIT, 5)
+    reading = lined(llama, SINGLE, "cuda")
     assert reading.extent == Extent(UNIT, 5)
     line = Line.of(reading)
     assert line.starts.tolist() == [0, 2, 5, 9, 13, 14, 16]  # two prompts, four texts with a path
@@ -199,8 +202,10 @@ def test_short_texts_are_not_padded_to_a_long_one(llama) -> None:
 
 
 def test_several_paths_are_read_in_lines_where_that_is_cheap(llama, monkeypatch) -> None:
-    assert reads_in_lines(llama, [1, FEW_PATHS])
-    assert not reads_in_lines(llama, [1, FEW_PATHS + 1])
+    many = [1] * FEW_ROWS
+    assert reads_in_lines(llama, [*many, FEW_PATHS])
+    assert not reads_in_lines(llama, [*many, FEW_PATHS + 1])
+    assert not reads_in_lines(llama, many)  # as fast padded
     monkeypatch.setattr("qtuning.backbones.causal.TAKES_BRANCHES", ())
     assert reads_in_lines(
         llama, [1, FEW_PATHS + 1]
@@ -243,7 +248,7 @@ def test_what_follows_the_last_part_may_be_anything(llama, in_lines, monkeypatch
         return torch.cat([embeds[:last], torch.full_like(embeds[last:], torch.nan)])
 
     monkeypatch.setattr(Line, "embed", poison)
-    monkeypatch.setattr("qtuning.backbones.extents.UNIT", 97)
+    monkeypatch.setattr("qtuning.backbones.extents.CPU_UNIT", 97)
     assert train_steps(llama, make_lanes(llama), 4) == plain
     assert max(poisoned) > 0
 
@@ -251,7 +256,7 @@ def test_what_follows_the_last_part_may_be_anything(llama, in_lines, monkeypatch
 def test_a_step_of_expected_rows_is_one_pass_with_room_for_each(
     llama, in_lines, monkeypatch
 ) -> None:
-    monkeypatch.setattr("qtuning.backbones.extents.UNIT", 8)
+    monkeypatch.setattr("qtuning.backbones.extents.CPU_UNIT", 8)
     lanes = make_lanes(llama)
     pack = Pack(llama, lanes, make_settings(**{**SMALL, "batch_size": 4})[1])
     llama.is_captured = True
@@ -291,13 +296,39 @@ def test_scores_and_teachers_are_those_of_padded_rows(llama, in_lines, monkeypat
         assert torch.allclose(a, b, atol=1e-6)
 
 
+def test_a_prompt_that_is_remembered_waits_for_a_line(llama, monkeypatch) -> None:
+    """A line changes the model's attention for its pass: nobody else may read meanwhile."""
+    prompt = torch.randn(3, llama.embed_dim)
+    expected = llama.read_prompt(prompt)
+    reading, bank = lined(llama, SINGLE), torch.randn(5, llama.embed_dim)
+    is_reading, goes_on = Event(), Event()
+    own = Line.embed
+
+    def slow(line, *given):
+        is_reading.set()
+        assert goes_on.wait(timeout=60)
+        return own(line, *given)
+
+    monkeypatch.setattr(Line, "embed", slow)
+    with ThreadPoolExecutor(2) as pool:
+        line = pool.submit(llama.hidden, reading, bank)
+        assert is_reading.wait(timeout=60)
+        remembered = pool.submit(llama.read_prompt, prompt)
+        assert wait([remembered], timeout=0.2).not_done
+        goes_on.set()
+        assert remembered.result().equal(expected)
+        assert line.result().shape[0] == len(SINGLE)
+
+
 def test_rows_of_one_prompt_share_lines(llama, monkeypatch) -> None:
     monkeypatch.setattr("qtuning.scoring.CPU_TOKENS", 12)
     slots = [range(4), range(4, 8)]
     rows = [Row(Tokens((1, 2, 3)), slots[i % 2]) for i in range(6)]
     batches = batches_in_lines(rows, llama)
     assert batches == [[0, 2], [4], [1, 3], [5]]
-    assert sum(Extent.of([rows[i] for i in batch]).prompted for batch in batches) == 16
+    assert (
+        sum(Extent.of([rows[i] for i in batch], llama.device).prompted for batch in batches) == 16
+    )
 
 
 def test_when_lines_fail_rows_are_padded(llama, in_lines, monkeypatch) -> None:

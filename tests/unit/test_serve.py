@@ -167,7 +167,7 @@ def test_a_prompt_read_once_answers_as_one_read_with_every_text(kind: str, tmp_p
     for text, name, own in zip(texts, names, found, strict=True):
         plain = predict_log_probs(tuner.backbone, snapshots[name], [text])[0]
         torch.testing.assert_close(own, plain, rtol=0, atol=1e-5)
-    small = PromptMemory(tuner.backbone.model, most_bytes=1)  # no room: one at a time
+    small = PromptMemory(tuner.backbone.read_prompt, most_bytes=1)  # no room: one at a time
     for name in snapshots:
         layout = tuner.predictor._answerers[name].layout
         assert small.recall(layout).equal(memory.recall(layout))

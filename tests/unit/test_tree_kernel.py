@@ -29,9 +29,9 @@ def test_kernels_against_parts(rows) -> None:
     from qtuning.backbones import tree_kernel as kernel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    line = Line.of(lined(make_backbone("llama"), rows))
+    line = Line.of(lined(make_backbone("llama"), rows, "cuda"))  # as long as on a card
     draw = torch.Generator().manual_seed(0)
-    size = Extent.of(rows).positions
+    size = Extent.of(rows, torch.device("cuda")).positions
     query, key, value, gradient = (
         torch.randn(heads, size, 16, generator=draw).transpose(0, 1) for heads in (6, 2, 2, 6)
     )  # strides as a model has them

@@ -227,6 +227,10 @@ class Backbone:
         """Whether a prompt can be read once for all texts of its task."""
         return False
 
+    def read_prompt(self, layout: Tensor) -> Tensor:
+        """What is kept of a prompt [rows, d] where they are remembered; see `prefixes`."""
+        raise NotImplementedError
+
     @property
     def reads_lines(self) -> bool:
         """Whether rows are read one behind another, each prompt once for all of its rows; see `lines`."""

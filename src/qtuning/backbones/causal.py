@@ -166,7 +166,7 @@ class CausalBackbone(VocabularyBackbone):
         with torch.no_grad():
             padded = self.hidden(reading, bank)
             try:
-                line = self._read_line(replace(reading, extent=Extent.of(rows)), bank)
+                line = self._read_line(replace(reading, extent=Extent.of(rows, self.device)), bank)
             except Exception:  # a model that does not take it, in whatever way
                 return False
         apart = (line - padded).norm(dim=-1) / padded.norm(dim=-1)
@@ -207,6 +207,16 @@ class CausalBackbone(VocabularyBackbone):
         """Whether prompts can be read once and for all; see `prefixes`."""
         is_first = self.prompt_at != AFTER_TEXT
         return is_first and self.takes_branches
+
+    @torch.no_grad()
+    def read_prompt(self, layout: Tensor) -> Tensor:
+        """[layers, 2, heads, rows, head width] of a prompt [rows, d]: keys and values."""
+        with self._passing:
+            passed = self.model.base_model(
+                inputs_embeds=layout.to(self.dtype)[None], use_cache=True
+            )
+        layers = passed.past_key_values.layers
+        return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in layers])
 
     def hidden_after(self, reading: Reading, prefixes: Prefixes, tasks: Tensor) -> Tensor:
         """[p, t, h] of rows without slots, each after the remembered prompt of its task [n]."""

@@ -7,7 +7,7 @@ texts go on from there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any
 
@@ -23,8 +23,9 @@ MOST_BYTES = 2**31
 class PromptMemory:
     """Prompts that a causal model has read. Any number of threads may ask."""
 
-    def __init__(self, model: Any, most_bytes: int = MOST_BYTES):
-        self.model, self.most_bytes = model, most_bytes
+    def __init__(self, read: Callable[[Tensor], Tensor], most_bytes: int = MOST_BYTES):
+        """`read` is the backbone's `read_prompt`."""
+        self._read, self.most_bytes = read, most_bytes
         self._kept: OrderedDict[Tensor, Tensor] = (
             OrderedDict()
         )  # by the tensor itself, not its numbers
@@ -45,13 +46,6 @@ class PromptMemory:
             while self._bytes > self.most_bytes and len(self._kept) > 1:
                 self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return found
-
-    @torch.no_grad()
-    def _read(self, layout: Tensor) -> Tensor:
-        prompt = layout.to(self.model.dtype)[None]
-        cache = self.model.base_model(inputs_embeds=prompt, use_cache=True).past_key_values
-        layers = [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers]
-        return torch.stack(layers)
 
 
 class Prefixes:
