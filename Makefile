@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # tiny models: threads of one process would wait for each other longer than they work
-CORES  := $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+CORES  := $(shell $(PYTHON) -c "import os; print(min(8, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1))")
 SIDE_BY_SIDE = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(CORES)
 
 .PHONY: setup demo test check format models test-models test-slow test-gpu test-kernels test-ray test-browser serving growth speed-cpu speed-gpu wheel-test clean

@@ -222,10 +222,11 @@ def _run_pack(
         if other.short_hash() not in made:
             its = make_settings(backbone.family, **other.settings)
             made[other.short_hash()] = make_method(other.method, backbone, *its), its
-    # now that all is there: what cannot begin is no unfinished run
-    for folder, (own, seed) in zip(folders, wanted, strict=True):
-        if own.evaluate_with != "snapshot":
-            check_diagnostic(made[own.short_hash()][0].start(seed), own.evaluate_with)
+    for own, seed in wanted:
+        check_diagnostic(made[own.short_hash()][0].start(seed), own.evaluate_with)
+    for folder, (own, seed) in zip(
+        folders, wanted, strict=True
+    ):  # what cannot begin is no unfinished run
         _check_config(folder, own, seed)
     if started:
         started(backbone, tasks)

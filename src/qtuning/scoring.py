@@ -25,8 +25,8 @@ CARD_BYTES_PER_NUMBER = 64
 
 FEW_ROWS = 4
 """Which a CPU reads padded: what a line saves is less than the work of making one."""
-FEW_PATHS = 8
-"""Of a row that a CPU reads in a line, at most."""
+FEW_PATHS = 16
+"""Of a row that a CPU reads in a line, at most, where they could stand beside their text."""
 MOST_LOGITS = 2**27
 """Numbers of a vocabulary's logits that exist at the same time."""
 
@@ -109,17 +109,24 @@ class Quiz:
         rows = [
             Row(t, slots[i], answers[i].paths) for t, i in zip(tokens, asked, strict=True)
         ]  # fmt: skip
-        in_lines = prefixes is None and reads_in_lines(backbone, [len(row.paths) for row in rows])
-        if in_lines:
-            batches = batches_in_lines(rows, backbone)
-        else:
-            steps = [answers[i].longest for i in asked]
-            # rows with one path are read by faster kernels, but the few texts of a request had better stay together
-            batches = _padded_batches(backbone, rows, steps, apart=not prefixes)
+        paths = [len(row.paths) for row in rows]
+        in_line = [] if prefixes else read_in_lines(backbone, paths)
+        padded = sorted({*range(len(rows))} - {*in_line})
+        steps = [answers[asked[i]].longest for i in padded]
+        # rows with one path are read by faster kernels, but the few texts of a request had better stay together
+        batches = _padded_batches(backbone, [rows[i] for i in padded], steps, apart=not prefixes)
+        ways = [
+            (in_line, batches_in_lines([rows[i] for i in in_line], backbone)),
+            (padded, batches),
+        ]
         if prefixes:
             rows = [Row(row.tokens, (), row.paths) for row in rows]
         self.batches = [
-            _QuizBatch.build(backbone, places, rows, asked, answers, in_lines) for places in batches
+            _QuizBatch.build(
+                backbone, [own[k] for k in batch], rows, asked, answers, own is in_line
+            )
+            for own, its in ways
+            for batch in its
         ]
         self.size = len(rows)
 
@@ -322,16 +329,20 @@ def batches_by_length(
     return batches
 
 
-def reads_in_lines(backbone: Backbone, paths: Sequence[int]) -> bool:
-    """Whether rows with so many paths each are scored in lines.
+def read_in_lines(backbone: Backbone, paths: Sequence[int]) -> list[int]:
+    """Which of some rows with so many paths each are scored in lines; the others are padded.
 
     On a CPU many paths are cheaper beside their text, where that can be: in a line each has keys of its own.
     """
-    if not backbone.reads_lines or backbone.device.type != "cpu":
-        return backbone.reads_lines
+    if not backbone.reads_lines:
+        return []
+    every = list(range(len(paths)))
+    if backbone.device.type != "cpu":
+        return every
     if backbone.takes_branches:
-        return len(paths) > FEW_ROWS and max(paths) <= FEW_PATHS
-    return sum(paths) > FEW_ROWS
+        few = [i for i in every if paths[i] <= FEW_PATHS]
+        return few if len(few) > FEW_ROWS else []
+    return every if sum(paths) > FEW_ROWS else []
 
 
 def batches_in_lines(rows: Sequence[Row], backbone: Backbone) -> list[list[int]]:

@@ -32,6 +32,7 @@ from qtuning.snapshots import (
     TaskCard,
     answering,
     answers_from_snapshots,
+    check_diagnostic,
     predict_log_probs,
     predict_together,
     snapshot_for,
@@ -139,6 +140,8 @@ def run_streams(
         raise ConfigError(unknown("evaluation mode", evaluate_with, EVALUATE_WITH))
     journal = journal or Journal()
     runs = [_begin(course, protocol, test_limit) for course in courses]
+    for run in runs:
+        check_diagnostic(run.state, evaluate_with)
     orders = [course.tasks for course in courses]
     fits = journal.resume(runs)
     if runs[0].done == 0 and fits is None and inner_rows != 0:

@@ -21,7 +21,7 @@ from qtuning.backbones.prefixes import PromptMemory
 from qtuning.config import MethodSettings
 from qtuning.errors import ConfigError
 from qtuning.keys import directions, read_features
-from qtuning.scoring import Answerer, AnswererTable, reads_in_lines
+from qtuning.scoring import Answerer, AnswererTable, read_in_lines
 from qtuning.snapshots import Snapshot
 from qtuning.tasks import Rows, Split
 
@@ -124,8 +124,9 @@ def _of_right_label(
     tokens = [
         t for s in snapshots for t in backbone.tokenize(train.texts, len(s.rows), answers.longest)
     ]
-    in_lines = reads_in_lines(backbone, [len(answers.paths)] * len(tokens))
-    if backbone.remembers_prompts and not in_lines:
+    if backbone.remembers_prompts and not read_in_lines(
+        backbone, [len(answers.paths)] * len(tokens)
+    ):
         table.remember_prompts(PromptMemory(backbone.read_prompt))
     asked = [number for number in range(len(snapshots)) for _ in train.texts]
     found = table.padded_log_probs(backbone, tokens, asked, among_labels).cpu().double()

@@ -23,7 +23,7 @@ from qtuning.backbones.lines import TAKES_LINES, Line
 from qtuning.config import make_settings
 from qtuning.lanes import fit_lanes
 from qtuning.pack import Pack
-from qtuning.scoring import FEW_PATHS, FEW_ROWS, Quiz, batches_in_lines, read_all, reads_in_lines
+from qtuning.scoring import FEW_PATHS, FEW_ROWS, Quiz, batches_in_lines, read_all, read_in_lines
 from qtuning.weights import trainable_copy
 from tests.conftest import CONFIGS, SIZE, SMALL, VOCAB, make_backbone, make_tokenizer
 from tests.unit.test_lanes import leaves, make_lanes, train_steps
@@ -203,13 +203,12 @@ def test_short_texts_are_not_padded_to_a_long_one(llama) -> None:
 
 def test_several_paths_are_read_in_lines_where_that_is_cheap(llama, monkeypatch) -> None:
     many = [1] * FEW_ROWS
-    assert reads_in_lines(llama, [*many, FEW_PATHS])
-    assert not reads_in_lines(llama, [*many, FEW_PATHS + 1])
-    assert not reads_in_lines(llama, many)  # as fast padded
+    assert read_in_lines(llama, [*many, FEW_PATHS]) == [*range(FEW_ROWS + 1)]
+    assert read_in_lines(llama, [FEW_PATHS + 1, *many, 2]) == [*range(1, FEW_ROWS + 2)]
+    assert read_in_lines(llama, many) == []  # as fast padded
     monkeypatch.setattr("qtuning.backbones.causal.TAKES_BRANCHES", ())
-    assert reads_in_lines(
-        llama, [1, FEW_PATHS + 1]
-    )  # else the text would be read again for every path
+    few = [1, FEW_ROWS]  # else the text would be read again for every path
+    assert read_in_lines(llama, few) == [0, 1]
 
 
 def test_where_a_cpu_reads_lines() -> None:

@@ -18,7 +18,7 @@ import pytest
 from qtuning import records
 from qtuning.errors import QTuningError, RecordError
 from qtuning.report.gather import gather
-from qtuning.runs import RunConfig, run
+from qtuning.runs import RunConfig, run, run_together
 from qtuning.stream_loop import StreamRun
 from qtuning.tasks import Task
 from tests.conftest import make_model, make_tokenizer
@@ -273,5 +273,10 @@ def test_what_cannot_begin_is_no_unfinished_run(tmp_path: Path) -> None:
         config = RunConfig("starter-four", method, evaluate_with=mode)
         with pytest.raises(QTuningError, match=f"evaluation mode '{mode}' needs a method with"):
             run(config, [0], root=tmp_path)
+    methods = ("q-tuning", "per-task-prompt")
+    configs = [RunConfig("starter-four", method, evaluate_with="shared") for method in methods]
+    with pytest.raises(QTuningError, match="evaluation mode 'shared' needs a method with"):
+        run_together([(config, 0) for config in configs], tmp_path)
+    assert not list(tmp_path.rglob("config.yaml"))
     with pytest.raises(RecordError, match="no records"):
         gather([tmp_path])

@@ -16,7 +16,7 @@ from qtuning.backbones import Row
 from qtuning.config import make_settings
 from qtuning.evaluation import backward_transfer
 from qtuning.keys import read_features
-from qtuning.methods import make_method
+from qtuning.methods import lfpt5, make_method
 from qtuning.methods.ewc import EWCHooks, fisher_diagonal
 from qtuning.methods.idbr import feature_penalty, kmeans_choice, next_sentence_rows
 from qtuning.methods.lfpt5 import LFPT5Loss, read_sample, write_sample
@@ -579,11 +579,13 @@ def test_lfpt5_rehearses_what_it_wrote(kind: str, monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(after.prompt, state.prompt)
 
 
-@pytest.mark.parametrize(("kind", "passes"), [("gpt2", 2), ("llama", 2), ("t5", 2), ("bart", 2)])
+@pytest.mark.parametrize("on_card", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5", "bart"])
 def test_lfpt5_reads_all_tasks_in_as_few_passes_as_apart(
-    kind: str, passes: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, on_card: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task, writing and each earlier task by passes of their own: the same loss and gradient, float64."""
+    monkeypatch.setattr(lfpt5, "_share_a_pass", lambda device: on_card)
     backbone = make_backbone(kind, dtype=torch.float64)
     method = method_for(backbone, "lfpt5", pseudo_share=0.3, lm_weight=0.7)
     tasks = [
@@ -613,13 +615,31 @@ def test_lfpt5_reads_all_tasks_in_as_few_passes_as_apart(
     reads, true = [], type(method.view).hidden
     monkeypatch.setattr(type(method.view), "hidden", lambda *given: reads.append(1) or true(*given))
     found = loss.loss(batch)
-    assert len(reads) == passes
+    assert len(reads) == (2 if on_card else 3)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     gradients = [torch.autograd.grad(each, prompt)[0] for each in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "t5"])
+@pytest.mark.parametrize("kind", ["gpt2", "bart"])
+def test_lfpt5_cuts_what_it_wrote_at_the_end(kind: str) -> None:
+    """A tokenizer without a token to pad with pads with a word."""
+    backbone = make_backbone(kind, dtype=torch.float64)
+    method = method_for(backbone, "lfpt5")
+    prompt = method._first_prompt(0, TaskCard.of(make_task("task")))
+    (whole,) = method._write(["soup"], prompt, seed=1, do_sample=False)
+    words = backbone.tokenizer(whole, add_special_tokens=False)["input_ids"]
+    backbone.model.generation_config.eos_token_id = [words[4]]
+    backbone.model.generation_config.forced_eos_token_id = None
+    backbone.pad_id = words[0]
+    names = ["soup", "good bread and cold soup"]
+    short = method._write(names, prompt, seed=1, do_sample=False)
+    cut = words[: words.index(words[4])]
+    assert short[0] == backbone.tokenizer.decode(cut)
+    assert len(backbone.tokenizer(short[1], add_special_tokens=False)["input_ids"]) != len(cut)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "t5", "bart"])
 def test_lfpt5_writes_for_all_tasks_at_once_as_for_each(kind: str) -> None:
     """Names of different lengths; the likeliest words are those of the name alone."""
     method = method_for(make_backbone(kind, dtype=torch.float64), "lfpt5")
@@ -658,6 +678,9 @@ def test_lfpt5_reads_back_what_it_wrote_for_each_task(kind: str, monkeypatch) ->
 
     monkeypatch.setattr(method, "_write", write)
     rows = method.pseudo_samples(state)
+    monkeypatch.setattr(lfpt5, "WRITTEN_AT_ONCE", 3)
+    sizes = [len(own.texts) for own in method.pseudo_samples(state).values()]
+    assert sizes == [4, 6]  # in four goes
     assert rows["soup"].texts == tuple(f"soup {i}" for i in range(4))
     assert rows["a-very-long-name"].texts == tuple(f"a-very-long-name {i}" for i in range(4, 10))
     for name, word in (("soup", "positive"), ("a-very-long-name", "world")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from qtuning import QTuner
 from qtuning import collection as collection_module
 from qtuning.backbones import weights_sha256
 from qtuning.errors import CollectionError, ConfigError, TaskError
+from qtuning.snapshots import snapshot_for
 from tests.conftest import SMALL, make_backbone, make_task
 
 THREE = ("world", "sport", "business")
@@ -229,6 +231,17 @@ def test_score_in_its_modes(family_backbone) -> None:
     assert 0 <= tuner.score(task) <= 1
     for mode in ("shared", "current"):
         assert 0 <= tuner.score(task, evaluate_with=mode) <= 1
+    state = tuner.state
+    own, last = (state.snapshots[name].rows for name in ("task0", "task2"))
+    prefix = len(state.shared_prefix)
+    shown = snapshot_for(state, "task0", "shared").rows
+    assert torch.equal(shown[:prefix], last[:prefix])  # today's prefix, …
+    assert torch.equal(shown[prefix:], own[prefix:])  # … and the rest as it was
+    assert not torch.equal(last[:prefix], own[:prefix])
+    strange = replace(state.snapshots["task0"], facts={"imported_from": "elsewhere"})
+    imported = replace(state, snapshots={**state.snapshots, "task0": strange})
+    with pytest.raises(ConfigError, match="'task0' was imported and has no prefix"):
+        snapshot_for(imported, "task0", "shared")
     if family_backbone.needs_head:
         with pytest.raises(TaskError, match="is an encoder; use match='label'"):
             tuner.score(task, match="exact")

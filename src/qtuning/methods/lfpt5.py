@@ -17,7 +17,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
 import torch
@@ -91,9 +91,10 @@ class LFPT5State:
 
 
 class LFPT5Loss:
-    """A task's examples, the same to be written, and pseudo-samples of earlier tasks: as few passes as can be.
+    """A task's examples, the same to be written, and pseudo-samples of earlier tasks, in few passes.
 
-    Small models wait for kernels to be launched, so that a pass for each earlier task would cost as much as the task.
+    A card waits for kernels to be launched, so that a pass for each earlier task would cost as much as the task: there
+    pseudo-samples stand beside the task. On a CPU padding costs more, and all of them have one pass of their own.
     """
 
     def __init__(
@@ -107,9 +108,11 @@ class LFPT5Loss:
         self.backbone, self.settings = train.backbone, settings
         self.train, self.writing = train, writing
         self.pseudo = _first_tokens(pseudo) if pseudo else None
-        beside = [self.pseudo] if self.pseudo else []
+        again = [self.pseudo] if self.pseudo else []
+        is_one = _share_a_pass(self.backbone.device)
+        parts = [[train, *again]] if is_one else [[train], *([each] for each in again)]
         # what is written is longer than the rest, which would be padded to it
-        self.passes = [_Joined([train, *beside]), _Joined([writing])]
+        self.passes = [_Joined(own) for own in (*parts, [writing])]
         if self.pseudo:
             shares = [1 / len(each) for each in pseudo for _ in range(len(each))]
             self.shares = torch.tensor(shares, dtype=old_prompt.dtype, device=old_prompt.device)
@@ -162,6 +165,11 @@ class _Joined:
         index = torch.tensor(rows, device=self.backbone.device)
         reading = self.reading.at(index, max(self.lengths[i] for i in rows))
         return torch.split(self.backbone.hidden(reading, self.bank), [len(own) for own in places])
+
+
+def _share_a_pass(device: torch.device) -> bool:
+    """Whether pseudo-samples are read beside the task's examples."""
+    return device.type == "cuda"
 
 
 def _first_tokens(parts: Sequence[Examples]) -> Examples:
@@ -275,7 +283,13 @@ class LFPT5:
                 max_new_tokens=self.longest,
                 pad_token_id=self.backbone.pad_id,
             )
-        texts: list[str] = self.backbone.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        # after its end a sample is padded, with a word where a tokenizer has no token for it; a decoder's first token
+        # may be an end, and is none of the sample
+        own = ids if self.view.answer_follows_text else ids[:, 1:]
+        end = self.backbone.model.generation_config.eos_token_id
+        ends = {end} if isinstance(end, int) else set(end or ())
+        written = [list(takewhile(lambda each: each not in ends, row)) for row in own.tolist()]
+        texts: list[str] = self.backbone.tokenizer.batch_decode(written, skip_special_tokens=True)
         return texts
 
     def _writing(self, card: TaskCard, rows: Rows, prompt: Tensor) -> Examples:
