@@ -59,7 +59,8 @@ def _usage(error: Any, words: list[str]) -> str:
     option = re.search(r"Invalid value for '(--[\w-]+)'", message)
     if option and option[1] in words[:-1]:
         message += f", got {words[words.index(option[1]) + 1]!r}"
-    return f"{message}. Try '{error.ctx.command_path if error.ctx else 'qtuning'} -h'."
+    message += "" if message.endswith("?") else "."
+    return f"{message} Try '{error.ctx.command_path if error.ctx else 'qtuning'} -h'."
 
 
 def _fail(message: str) -> NoReturn:
@@ -311,13 +312,23 @@ app.command()(validate)
 
 @app.command("ls")
 def list_known(
-    kind: Annotated[str, typer.Argument(help=f"One of: {', '.join(KINDS)}.")],
+    kind: Annotated[
+        str | None, typer.Argument(help=f"One of: {', '.join(KINDS)}; all kinds by default.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List what is registered, with one line each.
 
     Example: `qtuning ls methods --json`
     """
+    if kind is None:
+        counts = {name: len(_entries(name)) for name in KINDS}
+        if as_json:
+            _print_json(counts)
+            return
+        for name, count in counts.items():
+            typer.echo(f"{count:>4}  qtuning ls {name}")
+        return
     if kind not in KINDS:
         raise ConfigError(unknown("kind", kind, KINDS))
     entries = _entries(kind)

@@ -26,6 +26,8 @@ def export(
 ) -> None:
     """Write tasks of a collection as PEFT adapters or prompt embeddings, with a model card.
 
+    An encoder's tasks fit PEFT if they were learnt in its layout: `qtuning learn --readout peft`. Embeddings always do.
+
     Examples:
         `qtuning export support --task refunds --to peft -o refunds-adapter`
 

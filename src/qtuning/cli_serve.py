@@ -57,7 +57,7 @@ def serve(
         )
     try:
         from qtuning.serve.app import Limits, make_app
-        from qtuning.serve.run import free_port
+        from qtuning.serve.run import free_port, is_free
         from qtuning.serve.run import serve as run_server
         from qtuning.serve.service import Service
     except ModuleNotFoundError as error:
@@ -66,6 +66,10 @@ def serve(
     limits = Limits(token, private, hosts, most_bytes, most_waiting=most_waiting)
     how = {"model": model, "dtype": dtype, "device": device}
     port = port or free_port(host)
+    if not is_free(host, port):
+        raise ConfigError(
+            f"port {port} of {host} is taken or not yours; choose another with --port."
+        )
     if ray:
         from qtuning.collection import read_collection
         from qtuning.serve.on_ray import serve_on_ray

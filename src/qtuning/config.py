@@ -196,6 +196,9 @@ def settings_dict(method: MethodSettings, train: TrainSettings) -> dict[str, Any
     return {**asdict(method), **asdict(train)}
 
 
+WISHES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word"}
+
+
 def _typed(name: str, value: Any, kind: Any) -> Any:
     """`value` as the declared type; text from a command line is read as that type."""
     wanted = {"int": int, "float": float, "bool": bool, "str": str}[str(kind)]
@@ -204,12 +207,11 @@ def _typed(name: str, value: Any, kind: Any) -> Any:
         try:
             return flags[value.lower()] if wanted is bool else wanted(value)
         except (ValueError, KeyError):
-            wish = "true or false" if wanted is bool else kind
-            raise ConfigError(f"{name} must be {wish}, got {value!r}.") from None
+            raise ConfigError(f"{name} must be {WISHES[str(kind)]}, got {value!r}.") from None
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-        raise ConfigError(f"{name} must be {kind}, got {value!r}.")
+        raise ConfigError(f"{name} must be {WISHES[str(kind)]}, got {value!r}.")
     return value
 
 
@@ -217,7 +219,7 @@ def _at_least(settings: Any, low: float, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
         if not value >= low or math.isinf(value):  # written so that nan fails too
-            raise ConfigError(f"{name} must be a finite number, at least {low}, got {value}.")
+            raise ConfigError(f"{name} must be at least {low} and finite, got {value}.")
 
 
 def _at_most(settings: Any, high: float, *names: str) -> None:

@@ -88,10 +88,10 @@ def get_stream(name: str) -> Stream:
     """A stream of the catalog, or of a YAML file of the user's."""
     if name.endswith((".yaml", ".yml")):
         return read_stream(read_yaml(Path(name)), name)
-    known = list_streams()
+    known = _read_folder("streams")
     if name not in known:
         raise ConfigError(unknown("stream", name, known))
-    return known[name]
+    return read_stream(known[name], f"streams/{name}.yaml")
 
 
 def read_card(raw: Mapping[str, Any], source: str) -> Card:

@@ -89,6 +89,12 @@ def _task_from_records(
     columns = list(records[0])
     for wanted in (text, label, *filter(None, (text_b, split))):
         if wanted not in columns:
+            if len(columns) == 1 and (
+                separator := next((s for s in ";\t|" if s in columns[0]), "")
+            ):
+                raise TaskError(
+                    f"{source} looks separated by {separator!r}; save it with commas, or with tabs as .tsv."
+                )
             raise TaskError(
                 f"{source}: {unknown('column', wanted, columns)} Name yours with --text, --text-b and --label."
             )

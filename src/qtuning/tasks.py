@@ -118,13 +118,15 @@ class Task:
         if not self.texts:
             raise TaskError(f"task {self.name!r} has no rows; give at least two per class.")
         self._set(
-            "texts", tuple(_clean_text(self.name, i, text) for i, text in enumerate(self.texts))
+            "texts", tuple(_clean_text(self._row(i), text) for i, text in enumerate(self.texts, 1))
         )
         kinds = {isinstance(text, tuple) for text in self.texts}
         if len(kinds) > 1:
             raise TaskError(f"task {self.name!r} mixes single texts and pairs; use one kind.")
         names = tuple(str(name) for name in self.label_names)
-        labels = [_clean_label(self.name, i, label, names) for i, label in enumerate(self.labels)]
+        labels = [
+            _clean_label(self._row(i), label, names) for i, label in enumerate(self.labels, 1)
+        ]
         self._set("labels", tuple(labels))
         self._set("label_names", names or tuple(sorted(set(labels))))
         _check_labels(self.name, labels, self.label_names)
@@ -133,8 +135,11 @@ class Task:
         self._set("label_words", clean_words(self.name, self.label_names, self.label_words))
         if self.splits is not None:
             self._set(
-                "splits", tuple(_clean_split(self.name, i, s) for i, s in enumerate(self.splits))
+                "splits", tuple(_clean_split(self._row(i), s) for i, s in enumerate(self.splits, 1))
             )
+
+    def _row(self, number: int) -> str:
+        return f"task {self.name!r}, row {number} (a header not counted)"
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(
@@ -205,6 +210,11 @@ class Task:
         if not parts["validation"]:
             notes.append("no rows are left for validation: the last state of training is kept")
         train, validation, test = (self.pick(sorted(parts[name])) for name in SPLIT_NAMES)
+        seen = set(train.texts)
+        for part, held in (("validation", validation), ("test", test)):
+            if again := sum(text in seen for text in held.texts):
+                notes.append(f"{again} of {len(held)} {part} texts stand among those to train from, too: "
+                             "their score flatters")  # fmt: skip
         return Split(train, validation, test, tuple(notes))
 
     def rows(self, part: str = "all") -> Rows:
@@ -241,60 +251,54 @@ def _share_out(
     }
 
 
-def _clean_text(task: str, row: int, text: Any) -> Text:
+def _clean_text(where: str, text: Any) -> Text:
     if isinstance(text, list | tuple):
         if len(text) != 2:
             raise TaskError(
-                f"task {task!r}, row {row}: a text is a string or a pair of strings, got {len(text)} parts."
+                f"{where}: a text is a string or a pair of strings, got {len(text)} parts."
             )
-        return _clean_one(task, row, text[0]), _clean_one(task, row, text[1])
-    return _clean_one(task, row, text)
+        return _clean_one(where, text[0]), _clean_one(where, text[1])
+    return _clean_one(where, text)
 
 
-def _clean_one(task: str, row: int, text: Any) -> str:
+def _clean_one(where: str, text: Any) -> str:
     if not isinstance(text, str):
-        raise TaskError(
-            f"task {task!r}, row {row}: the text must be a string, got {type(text).__name__} {text!r}."
-        )
+        raise TaskError(f"{where}: the text must be a string, got {type(text).__name__} {text!r}.")
     if not text.strip():
-        raise TaskError(f"task {task!r}, row {row}: the text is empty; remove the row or fill it.")
+        raise TaskError(f"{where}: the text is empty; remove the row or fill it.")
     if not text.isascii() and _SURROGATE.search(text):
-        raise TaskError(
-            f"task {task!r}, row {row}: the text has half a character; save it as UTF-8."
-        )
+        raise TaskError(f"{where}: the text has half a character; save it as UTF-8.")
     return text
 
 
-def _clean_label(task: str, row: int, label: Any, names: tuple[str, ...]) -> str:
+def _clean_label(where: str, label: Any, names: tuple[str, ...]) -> str:
     if hasattr(label, "tolist"):  # numpy
         label = label.tolist()
     if isinstance(label, list | tuple | set | dict):
         raise TaskError(
-            f"task {task!r}, row {row}: got several labels {label!r}. Multi-label data is out of scope: "
+            f"{where}: got several labels {label!r}. Multi-label data is out of scope: "
             f"one label per text. Make one yes/no task per label instead."
         )
     if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
-        raise TaskError(f"task {task!r}, row {row}: the label is missing; fill it or drop the row.")
+        raise TaskError(f"{where}: the label is missing; fill it or drop the row.")
     if (isinstance(label, float) and not label.is_integer()) or (
         isinstance(label, str) and _FRACTION.fullmatch(label.strip())
     ):
         raise TaskError(
-            f"task {task!r}, row {row}: the label {label!r} is a fraction; labels are classes, not quantities."
+            f"{where}: the label {label!r} is a fraction; labels are classes, not quantities."
         )
     if isinstance(label, int | float) and not isinstance(label, bool) and names:
         if str(int(label)) in names:
             return str(int(label))
         if not 0 <= int(label) < len(names):
             raise TaskError(
-                f"task {task!r}, row {row}: label id {int(label)} has no name; {len(names)} names were given; "
+                f"{where}: label id {int(label)} has no name; {len(names)} names were given; "
                 f"give one for each id."
             )
         return names[int(label)]
     text = str(int(label)) if isinstance(label, float) else str(label).strip()
     if names and text not in names:
-        raise TaskError(
-            f"task {task!r}, row {row}: unknown label {text!r}; the labels are {', '.join(names)}."
-        )
+        raise TaskError(f"{where}: unknown label {text!r}; the labels are {', '.join(names)}.")
     return text
 
 
@@ -339,12 +343,10 @@ def clean_words(task: str, names: Sequence[str], words: Mapping[str, str] | None
     return found
 
 
-def _clean_split(task: str, row: int, split: Any) -> str:
+def _clean_split(where: str, split: Any) -> str:
     name = {"val": "validation", "valid": "validation", "dev": "validation"}.get(
         str(split), str(split)
     )
     if name not in SPLIT_NAMES:
-        raise TaskError(
-            f"task {task!r}, row {row}: split must be train, validation or test, got {split!r}."
-        )
+        raise TaskError(f"{where}: split must be train, validation or test, got {split!r}.")
     return name

@@ -76,7 +76,7 @@ class QTuner:
         settings = {**(get_preset(preset, method) if preset else {}), **settings}
         make_settings(**settings)  # refuse a wrong setting before the model is loaded
         if not isinstance(seed, int | np.integer) or isinstance(seed, bool):
-            raise ConfigError(f"seed must be int, got {seed!r}.")
+            raise ConfigError(f"seed must be a whole number, got {seed!r}.")
         seed = int(seed)
         self.backbone = (
             model
@@ -128,6 +128,11 @@ class QTuner:
             checkpoint: Called after every epoch with what continuing needs (methods that train in lanes).
             resume: What an earlier `checkpoint` was given, on the same state; training goes on from there.
         """
+        if not isinstance(task, Task):
+            raise TaskError(
+                f"learn takes a Task, got {type(task).__name__} {task!r:.60}; make one with Task(…), "
+                "Task.from_csv(…) or load_task(…)."
+            )
         self._check_free(task.name, replace)
         train = self.train_settings
         split = task.split(train.shots, self.seed, train.validation_limit)

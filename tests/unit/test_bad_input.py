@@ -175,32 +175,35 @@ FILES: dict[str, tuple[str, str | bytes | None, tuple[str, ...], tuple[str, ...]
     "missing-split-column": (
         "a.csv", TWO, ("--split", "part"), ("'part'", "Known: label, text"),
     ),
+    "another-separator": (
+        "a.csv", "text;label\ngood;x\nbad;y\n", (), ("a.csv looks separated by ';'", "save it with commas"),
+    ),
     "one-class-only": (
         "a.csv", "text,label\ngood,x\nbad,x\n", (), ("'x'", "at least two classes"),
     ),
     "empty-text": (
-        "a.csv", 'text,label\ngood,x\n"  ",y\n', (), ("row 1", "empty", "remove the row"),
+        "a.csv", 'text,label\ngood,x\n"  ",y\n', (), ("row 2", "empty", "remove the row"),
     ),
     "missing-label": (
-        "a.csv", "text,label\ngood,x\nbad,\n", (), ("row 1", "label is missing", "fill it"),
+        "a.csv", "text,label\ngood,x\nbad,\n", (), ("row 2", "label is missing", "fill it"),
     ),
     "row-too-short": (
-        "a.csv", "text,label\ngood,x\nbad\n", (), ("row 1", "label is missing", "fill it"),
+        "a.csv", "text,label\ngood,x\nbad\n", (), ("row 2", "label is missing", "fill it"),
     ),
     "null-label": (
         "a.jsonl",
         '{"text": "good", "label": 1}\n{"text": "bad", "label": null}\n',
         (),
-        ("row 1", "label is missing", "fill it"),
+        ("row 2", "label is missing", "fill it"),
     ),
     "fractional-label": (
         "a.jsonl",
         '{"text": "good", "label": 1}\n{"text": "bad", "label": 0.5}\n',
         (),
-        ("row 1", "0.5", "labels are classes"),
+        ("row 2", "0.5", "labels are classes"),
     ),
     "fractional-label-in-csv": (
-        "a.csv", "text,label\ngood,1\nbad,0.5\n", (), ("row 1", "0.5", "labels are classes"),
+        "a.csv", "text,label\ngood,1\nbad,0.5\n", (), ("row 2", "0.5", "labels are classes"),
     ),
     "multi-label": (
         "a.jsonl",
@@ -212,7 +215,7 @@ FILES: dict[str, tuple[str, str | bytes | None, tuple[str, ...], tuple[str, ...]
         "a.jsonl",
         '{"text": "good", "label": 1}\n{"text": 5, "label": 0}\n',
         (),
-        ("row 1", "int 5", "must be a string"),
+        ("row 2", "int 5", "must be a string"),
     ),
     "label-per-row": (
         "a.csv",
@@ -245,7 +248,7 @@ FILES: dict[str, tuple[str, str | bytes | None, tuple[str, ...], tuple[str, ...]
         "a.csv",
         "text,label,split\ngood,x,train\nbad,y,tset\n",
         (),
-        ("row 1", "'tset'", "train, validation or test"),
+        ("row 2", "'tset'", "train, validation or test"),
     ),
     "no-rows-to-train-from": (
         "a.csv",
@@ -302,7 +305,7 @@ def test_a_task_name_cannot_leave_its_folder(case: str, refused_new: Refused, go
 OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "unknown-dtype": (("--dtype", "fp8"), ("'fp8'", "Known: bf16")),
     "unknown-preset": (("--preset", "smollm"), ("'smollm'", "smollm2")),
-    "unknown-device": (("--device", "gpu"), ("'gpu'", "Use device 'cpu'")),
+    "unknown-device": (("--device", "gpu"), ("'gpu'", "Known: cpu, cuda, mps")),
     "device-without-numbers": (("--device", "meta"), ("'meta'", "Use device 'cpu'")),
     "device-without-its-package": (("--device", "hpu"), ("'hpu'", "Use device 'cpu'")),
     "device-not-built-in": (("--device", "vulkan"), ("'vulkan'", "Use device 'cpu'")),
@@ -314,8 +317,11 @@ SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "seed-as-a-setting": ("seed=5", ("'seed'", "Known: average")),
     "no-value": ("queue_size", ("'queue_size'", "name=value")),
     "no-name": ("=3", ("''", "Known: average")),
-    "word-for-a-number": ("prompt_length=ten", ("prompt_length", "'ten'", "must be int")),
-    "fraction-for-a-whole-number": ("epochs=1.5", ("epochs", "'1.5'", "must be int")),
+    "word-for-a-number": (
+        "prompt_length=ten",
+        ("prompt_length", "'ten'", "must be a whole number"),
+    ),
+    "fraction-for-a-whole-number": ("epochs=1.5", ("epochs", "'1.5'", "must be a whole number")),
     "word-for-a-switch": ("mlp=yes", ("mlp", "'yes'", "true or false")),
     "huge-prompt": ("prompt_length=1000000", ("1,000,000", "Lower prompt_length")),
     "huge-batch": ("batch_size=10000000", ("10,000,000", "Lower batch_size")),
@@ -820,11 +826,11 @@ TASKS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "missing-float32-label": (
         {"labels": np.array([1, np.nan, 0], dtype=np.float32)},
-        "row 1: the label is missing; fill it",
+        "row 2 .a header not counted.: the label is missing; fill it",
     ),
     "array-of-several-labels": (
         {"labels": np.array([[0, 1], [1, 0], [1, 1]])},
-        "row 0: got several labels.*out of scope",
+        "row 1 .*: got several labels.*out of scope",
     ),
 }
 
@@ -848,9 +854,15 @@ TUNERS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown-readout": ({"readout": "max"}, "'max'. Did you mean 'mean'"),
     "max-length-beyond-the-positions": ({"max_length": 4096}, "at most 128.*got 4096"),
     "max-length-too-small": ({"max_length": 4}, "at least 8, got 4"),
-    "max-length-that-is-no-number": ({"max_length": "long"}, "max_length must be int, got 'long'"),
-    "setting-of-the-wrong-type": ({"queue_size": 2.5}, "queue_size must be int, got 2.5"),
-    "switch-for-a-number": ({"queue_size": True}, "queue_size must be int, got True"),
+    "max-length-that-is-no-number": (
+        {"max_length": "long"},
+        "max_length must be a whole number, got 'long'",
+    ),
+    "setting-of-the-wrong-type": (
+        {"queue_size": 2.5},
+        "queue_size must be a whole number, got 2.5",
+    ),
+    "switch-for-a-number": ({"queue_size": True}, "queue_size must be a whole number, got True"),
 }
 
 

@@ -97,6 +97,12 @@ def test_ls_prints_names_and_descriptions(run, kind: str) -> None:
     assert entries[0]["name"] in run("ls", kind)
 
 
+def test_ls_alone_lists_the_kinds(run) -> None:
+    counts = json.loads(run("ls", "--json"))
+    assert counts["methods"] == len(json.loads(run("ls", "methods", "--json")))
+    assert f"{counts['streams']}  qtuning ls streams" in run("ls")
+
+
 def test_ls_methods_says_what_a_table_needs(run) -> None:
     for entry in json.loads(run("ls", "methods", "--json")):
         assert {"paper", "families", "forgets", "stores_data", "packable"} <= set(entry)

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ pytest.importorskip("fastapi")
 import httpx
 
 from qtuning import QTuner
+from qtuning.cli import main
 from qtuning.serve.teaching import read_teachings
 from tests.conftest import make_task
 from tests.unit.test_serve import SMALL, TEXTS, as_json, files_of, save_model
@@ -68,6 +70,21 @@ def served(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["qtuning", "serve", str(folder), "--port", str(port)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert f"port {port} of 127.0.0.1 is taken" in said.err
 
 
 def test_a_signal_in_the_middle_loses_no_accepted_request(folder: Path) -> None:

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qtuning.errors import TaskError
+from qtuning import streams
+from qtuning.errors import ConfigError, TaskError
 from qtuning.tasks import Task
 
 TEXTS = [f"text {i}" for i in range(60)]
@@ -144,7 +145,28 @@ def test_class_labels_and_splits_of_datasets() -> None:
 
 
 def test_errors_name_the_row() -> None:
-    with pytest.raises(TaskError, match="row 1: the text is empty"):
+    with pytest.raises(TaskError, match=r"row 2 .a header not counted.: the text is empty"):
         Task("t", ["x", " "], ["a", "b"])
-    with pytest.raises(TaskError, match=r"row 0: got several labels .* out of scope"):
+    with pytest.raises(TaskError, match=r"row 1 .*: got several labels .* out of scope"):
         Task("t", ["x", "y"], [["a", "b"], ["a"]])
+
+
+def test_texts_in_two_parts_are_told_of() -> None:
+    texts = ["good", "fine", "bad", "awful", "good", "bad", "good"]
+    labels = ["up", "up", "down", "down", "up", "down", "up"]
+    marks = ["train"] * 4 + ["test", "validation", "test"]
+    split = Task("twice", texts, labels, splits=marks).split(2)
+    notes = [note for note in split.notes if "flatters" in note]
+    assert notes == [
+        "1 of 1 validation texts stand among those to train from, too: their score flatters",
+        "2 of 2 test texts stand among those to train from, too: their score flatters",
+    ]
+
+
+def test_a_bad_stream_of_the_catalog_troubles_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = {"name": "bad", "version": 1, "description": "a slip", "tasks": ["tonne"]}
+    known = streams._read_folder("streams")
+    monkeypatch.setattr(streams, "_read_folder", lambda kind: {**known, "bad": raw})
+    assert streams.get_stream("starter").tasks
+    with pytest.raises(ConfigError, match=r"streams/bad.yaml: Unknown task 'tonne'"):
+        streams.get_stream("bad")

@@ -337,5 +337,5 @@ def test_seeds_of_numpy_are_kept_as_integers(bert, tmp_path: Path) -> None:
     tuner = QTuner(bert, seed=np.int64(3), **SMALL)
     tuner.save_pretrained(tmp_path / "c")
     assert QTuner.from_pretrained(tmp_path / "c", model=bert).seed == 3
-    with pytest.raises(ConfigError, match="seed must be int, got 'x'"):
+    with pytest.raises(ConfigError, match="seed must be a whole number, got 'x'"):
         QTuner(bert, seed="x")

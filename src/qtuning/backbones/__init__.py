@@ -37,6 +37,8 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+DEVICES = ("cpu", "cuda", "mps")
+"""What an error names; any other that torch knows will do."""
 COMPILE = ("auto", "on", "dynamic", "off")
 READOUTS = ("mean", "cls", "peft")
 DEFAULT_MAX_LENGTH = 512
@@ -125,7 +127,7 @@ def wrap_model(
             f"cannot load the model {name!r}: its tokenizer is empty. {how_to_get(name)}"
         )
     if max_length is not None and (not isinstance(max_length, int) or isinstance(max_length, bool)):
-        raise ConfigError(f"max_length must be int, got {max_length!r}.")
+        raise ConfigError(f"max_length must be a whole number, got {max_length!r}.")
     if readout not in READOUTS:
         raise ConfigError(unknown("readout", readout, READOUTS))
     _refuse_half_t5(model.config, model.dtype)
@@ -207,6 +209,10 @@ def _refuse_half_t5(config: Any, dtype: torch.dtype) -> None:
 
 
 def _check_device(device: str) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ConfigError(unknown("device", device, DEVICES)) from None
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:

@@ -113,6 +113,8 @@ def make_app(service: Service, limits: Limits | None = None) -> FastAPI:
         description="Few-shot text tasks on one frozen model: answer, teach, remove.",
         lifespan=lifespan,
         responses=PROBLEMS,
+        docs_url=None,  # pages whose scripts come from elsewhere, which ours may not load
+        redoc_url=None,
     )
     app.state.desk = desk
     own = desk.limits

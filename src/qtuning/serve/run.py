@@ -46,6 +46,18 @@ def serve(app: FastAPI, host: str, port: int) -> None:
     Server(config).run()
 
 
+def is_free(host: str, port: int) -> bool:
+    """Whether a server may listen there."""
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
 def free_port(host: str) -> int:
     """A port that nobody listens on."""
     with socket.socket() as probe:
