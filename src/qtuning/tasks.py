@@ -207,6 +207,13 @@ class Task:
         if self.splits is None:
             notes.append("no test rows were given: those left over after training were shared between "
                          "validation and test")  # fmt: skip
+        folded = [name.casefold() for name in self.label_names]
+        if alike := [
+            n for n, f in zip(self.label_names, folded, strict=True) if folded.count(f) > 1
+        ]:
+            notes.append(
+                f"the labels {', '.join(alike)} differ in case alone; are they meant to be several?"
+            )
         if not parts["validation"]:
             notes.append("no rows are left for validation: the last state of training is kept")
         train, validation, test = (self.pick(sorted(parts[name])) for name in SPLIT_NAMES)

@@ -165,8 +165,18 @@ def test_texts_in_two_parts_are_told_of() -> None:
 
 def test_a_bad_stream_of_the_catalog_troubles_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = {"name": "bad", "version": 1, "description": "a slip", "tasks": ["tonne"]}
-    known = streams._read_folder("streams")
-    monkeypatch.setattr(streams, "_read_folder", lambda kind: {**known, "bad": raw})
+    true = streams._read_folder
+    more = {"streams": {"bad": raw}}
+    monkeypatch.setattr(streams, "_read_folder", lambda kind: {**true(kind), **more.get(kind, {})})
     assert streams.get_stream("starter").tasks
     with pytest.raises(ConfigError, match=r"streams/bad.yaml: Unknown task 'tonne'"):
         streams.get_stream("bad")
+
+
+def test_labels_that_differ_in_case_alone_are_told_of() -> None:
+    words = {"yes": "yes", "Yes": "Yes", "no": "no"}
+    task = Task("t", [f"text {i}" for i in range(12)], ["yes", "Yes", "no"] * 4, label_words=words)
+    assert (
+        "the labels Yes, yes differ in case alone; are they meant to be several?"
+        in task.split(2).notes
+    )
