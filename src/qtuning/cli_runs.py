@@ -103,7 +103,7 @@ def run(
         _print_plan(wanted, numbers, data, how, output)
         return
     tracker = make_tracker(log_with, output, asdict(wanted)) if log_with else None
-    display = _Display(show, wanted, numbers, tracker)
+    display = _Display(show, wanted, numbers, output, tracker)
     with display:
         found = run_config(
             wanted,
@@ -312,14 +312,21 @@ class _Display:
     """Progress for people, silence, or a JSON line per event."""
 
     def __init__(
-        self, show: str, config: Any, seeds: Sequence[int], tracker: Tracker | None = None
+        self,
+        show: str,
+        config: Any,
+        seeds: Sequence[int],
+        output: Path,
+        tracker: Tracker | None = None,
     ):
         from qtuning.progress import LearningBar
+        from qtuning.runs import tasks_learnt
 
         self.show, self.config, self.seeds, self.tracker = show, config, list(seeds), tracker
         count = len(get_stream(config.stream).tasks) * len(self.seeds)
+        learnt = sum(tasks_learnt(output, config, seed) for seed in self.seeds)
         self.console = Console(stderr=show == "json", quiet=show == "quiet")
-        self.bar = LearningBar(count, self.console, quiet=show != "auto")
+        self.bar = LearningBar(count, self.console, show != "auto", learnt)
         self.began = time.perf_counter()
 
     def __enter__(self) -> _Display:

@@ -126,7 +126,7 @@ def sweep(
         _print_packs(packs, output)
         return
     place = Place(output, data, device, compile, lanes, cpus_per_pack)
-    with _Display(len(packs)) as display:
+    with _Display(len(packs), output) as display:
         if ray:
             found = run_on_ray(
                 packs,
@@ -187,10 +187,11 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
 class _Display:
     """A line for every pack that ended, above how far the one under way is."""
 
-    def __init__(self, packs: int):
+    def __init__(self, packs: int, output: Path):
         from qtuning.progress import LearningBar
 
         self.console, self.packs, self.ended = Console(stderr=True), packs, 0
+        self.output = output
         self.bar = LearningBar(console=self.console)
 
     def __enter__(self) -> _Display:
@@ -202,7 +203,11 @@ class _Display:
 
     def watch(self, pack: Pack) -> Report:
         """The bar, at the beginning of a pack."""
-        self.bar.begin(sum(len(get_stream(config.stream).tasks) for config, _ in pack.runs))
+        from qtuning.runs import tasks_learnt
+
+        learnt = sum(tasks_learnt(self.output, config, seed) for config, seed in pack.runs)
+        tasks = sum(len(get_stream(config.stream).tasks) for config, _ in pack.runs)
+        self.bar.begin(tasks, learnt)
         return self.bar
 
     def after(self, outcome: Outcome) -> None:

@@ -27,7 +27,9 @@ class LearningBar:
     A bar where `console` is a terminal; else a line on standard error from time to time.
     """
 
-    def __init__(self, tasks: int = 1, console: Console | None = None, quiet: bool = False):
+    def __init__(
+        self, tasks: int = 1, console: Console | None = None, quiet: bool = False, learnt: int = 0
+    ):
         self.console = console or Console(stderr=True)
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -42,13 +44,13 @@ class LearningBar:
         )
         self._log = None if quiet or self.console.is_terminal else Console(stderr=True)
         self._id: TaskID | None = None
-        self.begin(tasks)
+        self.begin(tasks, learnt)
 
-    def begin(self, tasks: int) -> None:
-        """Count from nothing, towards so many tasks."""
+    def begin(self, tasks: int, learnt: int = 0) -> None:
+        """Count towards so many tasks, from those that were learnt before."""
         if self._id is not None:
             self._bar.remove_task(self._id)
-        self._tasks, self._id = tasks, None
+        self._tasks, self._learnt, self._id = tasks, learnt, None
         self._lanes: dict[str, int] = {}
         self._epochs, self._began = 0, time.perf_counter()
         self._said = self._began
@@ -68,14 +70,13 @@ class LearningBar:
     def __call__(self, now: LaneProgress) -> None:
         """Show one lane after an epoch."""
         self._lanes[now.lane] = now.epochs
-        ahead = (
-            self._tasks - len(self._lanes)
-        ) * now.epochs  # those that have not begun, if all are alike
-        total = sum(self._lanes.values()) + ahead
+        begun = self._learnt + len(self._lanes)
+        # those that have not begun, if all are alike
+        total = sum(self._lanes.values()) + (self._tasks - begun) * now.epochs
         if self._id is None:
             self._id = self._bar.add_task("", total=total, status="")
         self._epochs += 1
-        count = f"[{len(self._lanes)}/{self._tasks}] " if self._tasks > 1 else ""
+        count = f"[{begun}/{self._tasks}] " if self._tasks > 1 else ""
         name = f"{count}{now.lane}"
         validation = "" if now.validation is None else f"  validation {now.validation:.1%}"
         status = f"epoch {now.epoch}/{now.epochs}  loss {now.loss:.3f}{validation}"

@@ -161,10 +161,11 @@ class RunJournal(Journal):
         files = [folder / "state" / f"{self.generation}.safetensors" for folder in self.folders]
         states = [read_tensors(file) for file in files if file.exists()]
         if [facts.get("pack") for _, facts in states] != [self.pack.name] * len(files):
-            warnings.warn(
-                f"some runs of {self.pack} were begun again in other company since: it begins anew.",
-                stacklevel=2,
-            )
+            if states:  # else their folders were removed, so as to begin again
+                warnings.warn(
+                    f"some runs of {self.pack} were begun again in other company since: it begins anew.",
+                    stacklevel=2,
+                )
             self._begin()
             return None
         fits: list[FitState] = []
@@ -281,6 +282,13 @@ class _Scores(dict[str, Tensor]):
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────
+
+
+def task_costs(folder: Path) -> list[dict[str, Any]]:
+    """Time and memory after each task that a run has behind it, from its events."""
+    file = folder / "events.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == "task"]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

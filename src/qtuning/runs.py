@@ -43,6 +43,7 @@ from qtuning.records import (
     pack_file,
     read_json,
     read_tensors,
+    task_costs,
     to_json,
     write_file,
     write_json,
@@ -111,6 +112,14 @@ def run_folder(root: Path, config: RunConfig, seed: int) -> Path:
     """Where a run's record lies."""
     stream = Path(config.stream).stem
     return root / stream / config.method / f"{seed}-{config.short_hash()}"
+
+
+def tasks_learnt(root: Path, config: RunConfig, seed: int) -> int:
+    """How many tasks a run has behind it."""
+    folder = run_folder(root, config, seed)
+    if (folder / "result.json").exists():
+        return len(get_stream(config.stream).tasks)
+    return len(task_costs(folder))
 
 
 def run(
@@ -255,7 +264,7 @@ def _run_pack(
         }
         method, settings = made[own.short_hash()]
         flat = settings_dict(getattr(method, "settings", settings[0]), settings[1])
-        facts = result_of(own, stream_run, backbone, flat, stored, _costs(folder), began)
+        facts = result_of(own, stream_run, backbone, flat, stored, task_costs(folder), began)
         write_json(folder / "result.json", facts)
 
 
@@ -346,12 +355,6 @@ def result_of(
 def _known(value: float) -> float | None:
     """None for what was not measured."""
     return None if math.isnan(value) else value
-
-
-def _costs(folder: Path) -> list[dict[str, Any]]:
-    """Time and memory after each task, from the events."""
-    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == "task"]
 
 
 def _queue_keeps(stored: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -307,6 +308,13 @@ def test_the_command_tells_how_far_it_is(
     assert learning[0].startswith("[1/4] ")  # two tasks, two seeds
     assert learning[-1].startswith("[4/4] ")
     assert all("epoch" in line for line in learning)
+    (run,) = Path("runs/two/per-task-prompt").glob("1-*")
+    shutil.rmtree(run)
+    with pytest.raises(SystemExit):
+        main()
+    again = [line for line in capsys.readouterr().err.splitlines() if "epoch" in line]
+    assert again[0].startswith("[3/4] ")  # seed 0 has both tasks behind it
+    assert again[-1].startswith("[4/4] ")
 
 
 def test_the_command_tells_of_a_failed_pack(place: Place, command: Any) -> None:
