@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qtuning import wrap_model
 from qtuning.backbones import attend as attending
-from qtuning.backbones import causal
+from qtuning.backbones import beside, causal
 from qtuning.backbones.attend import attend, kernel_works
 from qtuning.backbones.base import Row, Tokens
 from qtuning.backbones.beside import Beside, attend_beside
@@ -166,9 +166,11 @@ def test_gradients_by_finite_differences(llama) -> None:
     )
 
 
+@pytest.mark.parametrize("is_slow", [False, True], ids=["torch", "products"])
 @pytest.mark.parametrize("rows", [SINGLE, BRANCHED], ids=["single", "branched"])
-def test_attention_side_by_side_is_that_part_by_part(llama, rows) -> None:
-    """Values and gradients, shared heads, whatever stands after the last part."""
+def test_attention_side_by_side_is_that_part_by_part(llama, rows, is_slow, monkeypatch) -> None:
+    """Values and gradients, by torch and by products, shared heads, whatever stands after the last part."""
+    monkeypatch.setattr(beside, "_has_slow_gradient", lambda query: is_slow)
     line = Line.of(lined(llama, rows))
     filled, positions = int(line.starts[-1]), len(line.part)
     draw = torch.Generator().manual_seed(0)
@@ -187,6 +189,21 @@ def test_attention_side_by_side_is_that_part_by_part(llama, rows) -> None:
     for a, b in zip(*gradients, strict=True):
         assert torch.allclose(a, b, atol=1e-12)
         assert not a[0, :, filled:].any()
+
+
+def test_in_half_precision_gradients_of_attention_are_products(llama) -> None:
+    """And near those in double precision."""
+    line, draw = Line.of(lined(llama, SINGLE)), torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, heads, len(line.part), 8, generator=draw) for heads in (4, 2, 2)]
+    found = {}
+    for dtype in (torch.float64, torch.bfloat16):
+        states = [each.to(dtype).requires_grad_() for each in drawn]
+        assert beside._has_slow_gradient(states[0]) == (dtype == torch.bfloat16)
+        assert not beside._has_slow_gradient(states[0].detach())
+        out = attend_beside(None, *states, None, scaling=0.5, line=line.seen(dtype))[0]
+        found[dtype] = [out, *torch.autograd.grad(out.square().sum(), states)]
+    for exact, rounded in zip(*found.values(), strict=True):
+        assert (rounded - exact).norm() < 0.02 * exact.norm()
 
 
 def test_short_texts_are_not_padded_to_a_long_one(llama) -> None:
