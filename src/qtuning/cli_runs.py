@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qtuning.errors import ConfigError
-from qtuning.streams import get_stream, read_card, read_stream, read_yaml
+from qtuning.streams import read_card, read_stream, read_yaml
 from qtuning.trackers import Tracker, epoch_values, make_tracker
 
 SHOWN = ("auto", "quiet", "json")
@@ -103,7 +103,7 @@ def run(
         _print_plan(wanted, numbers, data, how, output)
         return
     tracker = make_tracker(log_with, output, asdict(wanted)) if log_with else None
-    display = _Display(show, wanted, numbers, output, tracker)
+    display = _Display(show, wanted, numbers, tracker)
     with display:
         found = run_config(
             wanted,
@@ -316,17 +316,13 @@ class _Display:
         show: str,
         config: Any,
         seeds: Sequence[int],
-        output: Path,
         tracker: Tracker | None = None,
     ):
         from qtuning.progress import LearningBar
-        from qtuning.runs import tasks_learnt
 
         self.show, self.config, self.seeds, self.tracker = show, config, list(seeds), tracker
-        count = len(get_stream(config.stream).tasks) * len(self.seeds)
-        learnt = sum(tasks_learnt(output, config, seed) for seed in self.seeds)
         self.console = Console(stderr=show == "json", quiet=show == "quiet")
-        self.bar = LearningBar(count, self.console, show != "auto", learnt)
+        self.bar = LearningBar(console=self.console, quiet=show != "auto")
         self.began = time.perf_counter()
 
     def __enter__(self) -> _Display:
@@ -338,12 +334,14 @@ class _Display:
         if self.tracker:
             self.tracker.close()
 
-    def started(self, backbone: Any, tasks: Sequence[Any]) -> None:
+    def started(self, backbone: Any, runs: Sequence[Any]) -> None:
+        self.bar.started(backbone, runs)
+        tasks = runs[0].tasks
         if self.show == "json":
             self._line(
                 {
                     "event": "start",
-                    "tasks": [task.name for task in tasks],
+                    "tasks": list(tasks),
                     "backbone": backbone.name,
                 }
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,7 @@ def serve(
         )
     try:
         from qtuning.serve.app import Limits, make_app
-        from qtuning.serve.run import free_port, is_free
+        from qtuning.serve.run import free_port
         from qtuning.serve.run import serve as run_server
         from qtuning.serve.service import Service
     except ModuleNotFoundError as error:
@@ -65,11 +66,9 @@ def serve(
     hosts = () if token else ("localhost", "127.0.0.1", "[::1]", host)
     limits = Limits(token, private, hosts, most_bytes, most_waiting=most_waiting)
     how = {"model": model, "dtype": dtype, "device": device}
-    port = port or free_port(host)
-    if not is_free(host, port):
-        raise ConfigError(
-            f"port {port} of {host} is taken or not yours; choose another with --port."
-        )
+    joins = ray and (address or os.environ.get("RAY_ADDRESS", "local") != "local")
+    if not joins:  # a running cluster may listen there already, and elsewhere
+        port = free_port(host, port)
     if ray:
         from qtuning.collection import read_collection
         from qtuning.serve.on_ray import serve_on_ray

@@ -14,10 +14,9 @@ from rich.table import Table
 
 from qtuning.cli_runs import counted, parse_seeds, parse_settings, whole
 from qtuning.errors import ConfigError
-from qtuning.streams import get_stream, read_yaml
+from qtuning.streams import read_yaml
 
 if TYPE_CHECKING:
-    from qtuning.lanes import Report
     from qtuning.sweep import Outcome, Pack
 
 
@@ -126,7 +125,7 @@ def sweep(
         _print_packs(packs, output)
         return
     place = Place(output, data, device, compile, lanes, cpus_per_pack)
-    with _Display(len(packs), output) as display:
+    with _Display(len(packs)) as display:
         if ray:
             found = run_on_ray(
                 packs,
@@ -138,7 +137,7 @@ def sweep(
                 retries=retries,
             )
         else:
-            found = run_here(packs, place, display.after, display.watch)
+            found = run_here(packs, place, display.after, display.bar)
     _print_outcomes(found, output)
     if any(each.error for each in found):
         raise typer.Exit(1)
@@ -187,11 +186,10 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
 class _Display:
     """A line for every pack that ended, above how far the one under way is."""
 
-    def __init__(self, packs: int, output: Path):
+    def __init__(self, packs: int):
         from qtuning.progress import LearningBar
 
         self.console, self.packs, self.ended = Console(stderr=True), packs, 0
-        self.output = output
         self.bar = LearningBar(console=self.console)
 
     def __enter__(self) -> _Display:
@@ -200,15 +198,6 @@ class _Display:
 
     def __exit__(self, *error: Any) -> None:
         self.bar.__exit__(*error)
-
-    def watch(self, pack: Pack) -> Report:
-        """The bar, at the beginning of a pack."""
-        from qtuning.runs import tasks_learnt
-
-        learnt = sum(tasks_learnt(self.output, config, seed) for config, seed in pack.runs)
-        tasks = sum(len(get_stream(config.stream).tasks) for config, _ in pack.runs)
-        self.bar.begin(tasks, learnt)
-        return self.bar
 
     def after(self, outcome: Outcome) -> None:
         """Count one more."""

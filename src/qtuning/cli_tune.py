@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from qtuning.cli_runs import parse_seeds, parse_settings
-from qtuning.streams import get_stream
 
 
 def tune(
@@ -71,12 +70,9 @@ def tune(
         settings=chosen,
     ).resolved()
     console = Console()
-
-    tasks = len(numbers) * sum(len(get_stream(name).tasks) for name in names)
-    bar = LearningBar(tasks, console)
+    bar = LearningBar(console=console)
 
     def said(tried: Tried) -> None:
-        bar.begin(tasks)  # for the next candidate
         own = ", ".join(f"{name} {value:g}" for name, value in tried.settings.items())
         console.print(f"  {tried.score:6.1%}  {own or 'nothing to tune'}", highlight=False)
 
@@ -84,7 +80,16 @@ def tune(
     console.print(f"{method} on {' and '.join(names)}, {model}, seeds {numbers}")
     with bar:
         tried = run_tune(
-            base, names, numbers, family, records, said, data=data, device=device, report=bar
+            base,
+            names,
+            numbers,
+            family,
+            records,
+            said,
+            data=data,
+            device=device,
+            report=bar,
+            started=bar.started,
         )
     path = output or Path(f"{method}-{Path(model).name}.yaml")
     command = shlex.join(["qtuning", *sys.argv[1:]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -15,7 +16,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from qtuning.backbones import Backbone
 from qtuning.lanes import Progress as LaneProgress
+from qtuning.stream_loop import StreamRun
 
 SECONDS_BETWEEN_LINES = 30.0
 """In a log, where no line can be written over: long enough for a night's run to be read in the morning."""
@@ -27,9 +30,7 @@ class LearningBar:
     A bar where `console` is a terminal; else a line on standard error from time to time.
     """
 
-    def __init__(
-        self, tasks: int = 1, console: Console | None = None, quiet: bool = False, learnt: int = 0
-    ):
+    def __init__(self, tasks: int = 1, console: Console | None = None, quiet: bool = False):
         self.console = console or Console(stderr=True)
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
@@ -44,7 +45,7 @@ class LearningBar:
         )
         self._log = None if quiet or self.console.is_terminal else Console(stderr=True)
         self._id: TaskID | None = None
-        self.begin(tasks, learnt)
+        self.begin(tasks)
 
     def begin(self, tasks: int, learnt: int = 0) -> None:
         """Count towards so many tasks, from those that were learnt before."""
@@ -54,6 +55,10 @@ class LearningBar:
         self._lanes: dict[str, int] = {}
         self._epochs, self._began = 0, time.perf_counter()
         self._said = self._began
+
+    def started(self, backbone: Backbone, runs: Sequence[StreamRun]) -> None:
+        """Count towards all tasks of these runs, from those behind them."""
+        self.begin(sum(len(run.tasks) for run in runs), sum(run.done for run in runs))
 
     def __enter__(self) -> LearningBar:
         self._bar.start()

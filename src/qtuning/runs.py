@@ -55,6 +55,8 @@ from qtuning.tasks import Task
 
 Loaded = dict[str, Backbone]
 """The model of the latest pack, by all that it was loaded with."""
+Started = Callable[[Backbone, Sequence[StreamRun]], None]
+"""Told of the model and the unfinished runs as they stand, before anything more is learnt."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,6 @@ def run_folder(root: Path, config: RunConfig, seed: int) -> Path:
     return root / stream / config.method / f"{seed}-{config.short_hash()}"
 
 
-def tasks_learnt(root: Path, config: RunConfig, seed: int) -> int:
-    """How many tasks a run has behind it."""
-    folder = run_folder(root, config, seed)
-    if (folder / "result.json").exists():
-        return len(get_stream(config.stream).tasks)
-    return len(task_costs(folder))
-
-
 def run(
     config: RunConfig, seeds: Sequence[int], root: Path, **options: Any
 ) -> list[dict[str, Any]]:
@@ -142,7 +136,7 @@ def run_together(
     lanes: int | None = None,
     report: Report | None = None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
-    started: Callable[[Backbone, list[Task]], None] | None = None,
+    started: Started | None = None,
     loaded: Loaded | None = None,
 ) -> list[dict[str, Any]]:
     """Configs with a seed each that can share a pack, all as its lanes; their records in the same order.
@@ -219,9 +213,11 @@ def _run_pack(
     loaded: Loaded,
     report: Report | None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None,
-    started: Callable[[Backbone, list[Task]], None] | None,
+    started: Started | None,
 ) -> None:
     config = wanted[0][0]
+    for folder, (own, seed) in zip(folders, wanted, strict=True):
+        _check_config(folder, own, seed)
     tasks, backbone, method, settings = prepare(config, data, how, loaded)
     streams = {config.stream: tasks}
     made = {config.short_hash(): (method, settings)}
@@ -233,19 +229,20 @@ def _run_pack(
             made[other.short_hash()] = make_method(other.method, backbone, *its), its
     for own, seed in wanted:
         check_diagnostic(made[own.short_hash()][0].start(seed), own.evaluate_with)
-    for folder, (own, seed) in zip(
-        folders, wanted, strict=True
-    ):  # what cannot begin is no unfinished run
-        _check_config(folder, own, seed)
-    if started:
-        started(backbone, tasks)
     began = datetime.now(UTC)
-    is_mixed = len({replace(own, stream="").short_hash() for own, _ in wanted}) > 1
+    is_mixed = len({own.short_hash() for own, _ in wanted}) > 1
     courses = []
     for own, seed in wanted:
         method, settings = made[own.short_hash()]
         label = f"{own.method} {own.short_hash()}" if is_mixed else ""
         courses.append(Course(method, streams[own.stream], seed, settings[1], label))
+
+    def begin(runs: Sequence[StreamRun]) -> None:
+        for folder, (own, seed) in zip(folders, wanted, strict=True):
+            write_file(folder / "config.yaml", _config_text(own, seed).encode())
+        if started:
+            started(backbone, runs)
+
     runs = run_streams(
         backbone,
         courses,
@@ -255,6 +252,7 @@ def _run_pack(
         inner_rows=config.inner_rows,
         report=report,
         after_task=after_task,
+        started=begin,  # what cannot begin leaves no unfinished run
         journal=RunJournal([course.method for course in courses], folders, pack),
     )
     for stream_run, folder, (own, _) in zip(runs, folders, wanted, strict=True):
@@ -268,13 +266,14 @@ def _run_pack(
         write_json(folder / "result.json", facts)
 
 
+def _config_text(config: RunConfig, seed: int) -> str:
+    return yaml.safe_dump({**asdict(config), "seed": seed}, sort_keys=False)
+
+
 def _check_config(folder: Path, config: RunConfig, seed: int) -> None:
-    """The folder's config is this one; written once, never changed."""
+    """Refuse a folder whose config is not this one."""
     file = folder / "config.yaml"
-    text = yaml.safe_dump({**asdict(config), "seed": seed}, sort_keys=False)
-    if not file.exists():
-        write_file(file, text.encode())
-    elif file.read_text(encoding="utf-8") != text:
+    if file.exists() and file.read_text(encoding="utf-8") != _config_text(config, seed):
         raise RecordError(
             f"{file} was changed since the run began; put it back, or remove the folder {folder} to begin again."
         )

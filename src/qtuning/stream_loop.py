@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,6 +61,10 @@ class Course:
     """For the splits and the engine; the method has its own copy."""
     label: str = ""
     """Tells it from others of its pack, where task and seed do not."""
+
+    def name_of(self, lane: str) -> str:
+        """A lane's name that no other of the pack has."""
+        return f"{lane}, {self.label}" if self.label else lane
 
 
 @dataclass
@@ -118,6 +122,7 @@ def run_streams(
     inner_rows: int | None = INNER_CELL_ROWS,
     report: Report | None = None,
     after_task: Callable[[Task, Sequence[StreamRun]], None] | None = None,
+    started: Callable[[Sequence[StreamRun]], None] | None = None,
     journal: Journal | None = None,
 ) -> list[StreamRun]:
     """Learn the tasks one after another and measure every earlier one again each time.
@@ -134,6 +139,7 @@ def run_streams(
             those cells out, so that a stream's scoring does not grow with the square of its tasks.
         report: Called after every epoch of every lane.
         after_task: Called with each finished task and the runs that learnt it.
+        started: Called once with the runs as they stand, before anything more is learnt.
         journal: Keeps the progress on disk, so that a killed pack can go on.
     """
     if evaluate_with not in EVALUATE_WITH:
@@ -144,6 +150,8 @@ def run_streams(
         check_diagnostic(run.state, evaluate_with)
     orders = [course.tasks for course in courses]
     fits = journal.resume(runs)
+    if started:
+        started(runs)
     if runs[0].done == 0 and fits is None and inner_rows != 0:
         _measure_untaught(runs, 0, backbone, orders, inner_rows)
     for i in range(runs[0].done + 1, len(orders[0]) + 1):
@@ -210,19 +218,20 @@ def _learn(
     """One more task for every run, each its own: as lanes of a pack, or one by one for methods without lanes."""
     methods: list[Any] = [course.method for course in courses]
     if not all(hasattr(method, "lane") for method in methods):
-        for method, run, task in zip(methods, runs, tasks, strict=True):
+        for course, run, task in zip(courses, runs, tasks, strict=True):
+            method: Any = course.method
             split, is_last = run.splits[task.name], run.done + 1 == len(run.tasks)
             if hasattr(method, "put_by") and not is_last:
                 run.state = method.put_by(run.state, task, split)
             else:
-                run.state = method.learn(run.state, task, split, report)
+                run.state = method.learn(run.state, task, split, _told_apart(course, report))
         return
     lanes = [
         method.lane(run.state, task, run.splits[task.name])
         for method, run, task in zip(methods, runs, tasks, strict=True)
     ]
     for lane, course in zip(lanes, courses, strict=True):
-        lane.name += f", {course.label}" if course.label else ""
+        lane.name = course.name_of(lane.name)
     facts = fit_lanes(
         backbone,
         lanes,
@@ -234,6 +243,11 @@ def _learn(
     )
     for run, lane, found in zip(runs, lanes, facts, strict=True):
         run.state = lane.finish(found)
+
+
+def _told_apart(course: Course, report: Report | None) -> Report | None:
+    """A report that names the course, too, for methods without lanes."""
+    return report and (lambda now: report(replace(now, lane=course.name_of(now.lane))))
 
 
 def _measure_learnt(

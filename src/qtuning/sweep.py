@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qtuning.errors import ConfigError, QTuningError, unknown
-from qtuning.lanes import Report
+from qtuning.progress import LearningBar
 from qtuning.ray_cluster import cause_of, connected, largest_node
 from qtuning.runs import Loaded, RunConfig, company_of, run_folder, run_together
 
@@ -108,7 +108,6 @@ class Place:
 
 
 After = Callable[[Outcome], None]
-Watch = Callable[[Pack], Report]
 
 
 def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
@@ -274,7 +273,7 @@ def _joined(packs: Iterable[tuple[Pack, bool | str]]) -> list[Pack]:
 
 
 def run_pack(
-    pack: Pack, place: Place, loaded: Loaded | None = None, watch: Watch | None = None
+    pack: Pack, place: Place, loaded: Loaded | None = None, bar: LearningBar | None = None
 ) -> Outcome:
     """Finish a pack, or say why it cannot be finished; a finished one answers at once.
 
@@ -282,17 +281,17 @@ def run_pack(
     `loaded` keeps the model for the next pack.
     """
     loaded = {} if loaded is None else loaded
-    outcome = _try_pack(pack, place, loaded, watch)
+    outcome = _try_pack(pack, place, loaded, bar)
     if not outcome.error or not pack.company:
         return outcome
-    each = [_try_pack(member, place, loaded, watch) for member in pack.members]
+    each = [_try_pack(member, place, loaded, bar) for member in pack.members]
     failed = [f"{own.pack.name}: {own.error}" for own in each if own.error]
     scores = () if failed else tuple(score for own in each for score in own.scores)
     seconds = outcome.seconds + sum(own.seconds for own in each)
     return Outcome(pack, scores, "; ".join(failed), seconds)
 
 
-def _try_pack(pack: Pack, place: Place, loaded: Loaded, watch: Watch | None) -> Outcome:
+def _try_pack(pack: Pack, place: Place, loaded: Loaded, bar: LearningBar | None) -> Outcome:
     import torch
 
     began, threads = time.perf_counter(), torch.get_num_threads()
@@ -305,7 +304,8 @@ def _try_pack(pack: Pack, place: Place, loaded: Loaded, watch: Watch | None) -> 
             device=place.device,
             compile=place.compile,
             lanes=place.lanes,
-            report=watch(pack) if watch else None,
+            report=bar,
+            started=bar.started if bar else None,
             loaded=loaded,
         )
     except Exception as error:  # whatever it is, the other packs go on
@@ -322,16 +322,16 @@ def run_here(
     packs: Sequence[Pack],
     place: Place,
     after: After | None = None,
-    watch: Watch | None = None,
+    bar: LearningBar | None = None,
 ) -> list[Outcome]:
     """All packs in this process, one after another; packs of one model load and compile it once.
 
-    `after` is called with each when it ends, `watch` when it begins; what that returns is told every epoch.
+    `after` is called with each when it ends; `bar` shows how far the one under way is.
     """
     found: list[Outcome] = []
     loaded: Loaded = {}
     for pack in packs:
-        found.append(run_pack(pack, place, loaded, watch))
+        found.append(run_pack(pack, place, loaded, bar))
         if after:
             after(found[-1])
     return found

@@ -166,11 +166,15 @@ def test_gradients_by_finite_differences(llama) -> None:
     )
 
 
+@pytest.mark.parametrize("at_once", [1, 16, beside.KEYS_AT_ONCE])
 @pytest.mark.parametrize("is_slow", [False, True], ids=["torch", "products"])
 @pytest.mark.parametrize("rows", [SINGLE, BRANCHED], ids=["single", "branched"])
-def test_attention_side_by_side_is_that_part_by_part(llama, rows, is_slow, monkeypatch) -> None:
+def test_attention_side_by_side_is_that_part_by_part(
+    llama, rows, is_slow, at_once, monkeypatch
+) -> None:
     """Values and gradients, by torch and by products, shared heads, whatever stands after the last part."""
     monkeypatch.setattr(beside, "_has_slow_gradient", lambda query: is_slow)
+    monkeypatch.setattr(beside, "KEYS_AT_ONCE", at_once)
     line = Line.of(lined(llama, rows))
     filled, positions = int(line.starts[-1]), len(line.part)
     draw = torch.Generator().manual_seed(0)
@@ -216,6 +220,15 @@ def test_short_texts_are_not_padded_to_a_long_one(llama) -> None:
     assert sum(kind.queries.numel() for kind in kinds) <= 2 * (sum(lengths) + 104)
     seen = 104 + sum(n + len(prompts[i]) for n, i in zip(lengths, of, strict=True))
     assert seen < sum(kind.keys.numel() for kind in kinds) <= 2 * seen
+
+
+def test_keys_of_many_paths_are_gathered_a_few_at_a_time(llama, monkeypatch) -> None:
+    """A path has the keys of its prompt and text for itself: they are as many more as there are paths."""
+    rows = [Row(Tokens((1,) * 5), range(20), ((2,), (3, 4), (5, 6, 7)) * 20)] * 4
+    monkeypatch.setattr(beside, "KEYS_AT_ONCE", 500)
+    kinds = Line.of(lined(llama, rows)).seen(torch.float32).kinds
+    assert sum(len(kind.keys) for kind in kinds) >= 4 * 60
+    assert max(kind.keys.numel() for kind in kinds) <= 500
 
 
 def test_several_paths_are_read_in_lines_where_that_is_cheap(llama, monkeypatch) -> None:

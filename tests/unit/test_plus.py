@@ -88,9 +88,12 @@ def llama():
     return make_backbone("llama")
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-def test_a_warm_start_is_the_prompt_of_the_task_with_the_lowest_loss(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "lines"), [("llama", True), ("llama", False), ("t5", False)])
+def test_a_warm_start_is_the_prompt_of_the_task_with_the_lowest_loss(
+    kind: str, lines: bool
+) -> None:
     backbone = make_backbone(kind)
+    backbone.may_read_lines = lines
     method = method_for(backbone, warm_start="loss", epochs=8, prompt_lr=0.1)
     state, _ = learnt(method, 3)
     task = make_task("next", rows=8, seed=1)  # the texts of task1 again

@@ -71,9 +71,10 @@ def test_a_run_that_goes_on_counts_what_it_had_learnt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    seconds = iter([0.0, 60.0, 60.0, 60.0])
+    seconds = iter([0.0, 0.0, 60.0, 60.0, 60.0])
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(seconds))
-    bar = LearningBar(70, Console(file=io.StringIO()), learnt=68)
+    bar = LearningBar(console=Console(file=io.StringIO()))
+    bar.begin(70, 68)
     bar(epoch(1))
     # an epoch took a minute, and seven are left of this task and the last
     assert capsys.readouterr().err.endswith("1 min, about 7 left\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -108,6 +109,33 @@ def test_three_kills(place: Path) -> None:
 @pytest.mark.slow
 def test_fifty_kills(place: Path) -> None:
     check_kills(place, 50, 100)
+
+
+def test_a_torn_log_and_new_company(tmp_path: Path) -> None:
+    """A log that ends in half a line is mended; what is begun anew in other company counts as not learnt."""
+    settings = {"epochs": 1, "shots": 2, "prompt_length": 2, "shared_length": 2}
+    config = RunConfig("starter-four", model="minilm", test_limit=2, inner_rows=0, settings=settings)  # fmt: skip
+    standing: list[list[int]] = []
+
+    def go_on(seeds: Sequence[int], tasks: int = 99) -> None:
+        def stop(task: Task, runs: Sequence[StreamRun]) -> None:
+            if runs[0].done == tasks:
+                raise KeyboardInterrupt
+
+        noted = lambda backbone, runs: standing.append([run.done for run in runs])  # noqa: E731
+        with contextlib.suppress(KeyboardInterrupt):
+            run(config, seeds, tmp_path, after_task=stop, started=noted, device="cpu")
+
+    go_on([0], tasks=2)
+    (log,) = tmp_path.rglob("events.jsonl")
+    whole = log.read_text()
+    log.write_text(whole + '{"event": "epo')
+    go_on([0], tasks=3)
+    assert log.read_text().startswith(whole)
+    assert [json.loads(line)["event"] for line in log.read_text().splitlines()].count("task") == 3
+    with pytest.warns(UserWarning, match="all begin anew"):
+        go_on([0, 1], tasks=1)
+    assert standing == [[0], [2], [0, 0]]
 
 
 def test_a_finished_run_answers_at_once_and_does_nothing_again(place: Path) -> None:
@@ -277,6 +305,13 @@ def test_what_cannot_begin_is_no_unfinished_run(tmp_path: Path) -> None:
     configs = [RunConfig("starter-four", method, evaluate_with="shared") for method in methods]
     with pytest.raises(QTuningError, match="evaluation mode 'shared' needs a method with"):
         run_together([(config, 0) for config in configs], tmp_path)
+    (tmp_path / "own.csv").write_text("text,label,split\na,x,train\nb,y,test\n")
+    (tmp_path / "own.yaml").write_text(
+        "name: own\nversion: 1\ndescription: a class without training rows\n"
+        f"tasks: [{tmp_path / 'own.csv'}]\n"
+    )
+    with pytest.raises(QTuningError, match="train"):
+        run(RunConfig(str(tmp_path / "own.yaml")), [0], root=tmp_path)
     assert not list(tmp_path.rglob("config.yaml"))
     with pytest.raises(RecordError, match="no records"):
         gather([tmp_path])

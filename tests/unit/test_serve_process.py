@@ -22,6 +22,8 @@ import httpx
 
 from qtuning import QTuner
 from qtuning.cli import main
+from qtuning.errors import ConfigError
+from qtuning.serve.run import free_port
 from qtuning.serve.teaching import read_teachings
 from tests.conftest import make_task
 from tests.unit.test_serve import SMALL, TEXTS, as_json, files_of, save_model
@@ -85,6 +87,16 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_said(
     said = capsys.readouterr()
     assert (ended.value.code, said.out) == (2, "")
     assert f"port {port} of 127.0.0.1 is taken" in said.err
+
+
+def test_where_to_listen() -> None:
+    assert free_port("127.0.0.1") > 0
+    port = free_port("localhost")
+    assert free_port("127.0.0.1", port) == port
+    with pytest.raises(ConfigError, match=r"there is no host 'no-such-host.invalid'"):
+        free_port("no-such-host.invalid", 8000)
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is no address to listen on.*another with --host"):  # fmt: skip
+        free_port("192.0.2.1", 8000)  # for documentation: nobody has it
 
 
 def test_a_signal_in_the_middle_loses_no_accepted_request(folder: Path) -> None:

@@ -313,8 +313,22 @@ def test_the_command_tells_how_far_it_is(
     with pytest.raises(SystemExit):
         main()
     again = [line for line in capsys.readouterr().err.splitlines() if "epoch" in line]
-    assert again[0].startswith("[3/4] ")  # seed 0 has both tasks behind it
-    assert again[-1].startswith("[4/4] ")
+    assert again[0].startswith("[1/2] ")  # seed 0 is finished
+    assert again[-1].startswith("[2/2] ")
+
+
+def test_runs_that_differ_in_stream_alone_are_counted_apart(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("qtuning.progress.SECONDS_BETWEEN_LINES", 0.0)
+    Path("other.yaml").write_text(Path("two.yaml").read_text().replace("name: two", "name: other"))
+    words = ("sweep", *FLAGS, *SET, "--test-limit", "4", "--stream", "two.yaml other.yaml", "--together")  # fmt: skip
+    for method in ("per-task-prompt", "continual-finetune"):
+        monkeypatch.setattr(sys, "argv", ["qtuning", *words, "--method", method])
+        with pytest.raises(SystemExit):
+            main()
+        *learning, _ = (line for line in capsys.readouterr().err.splitlines() if "epoch" in line)
+        assert learning[-1].startswith("[8/8] "), method  # two streams of two tasks, two seeds
 
 
 def test_the_command_tells_of_a_failed_pack(place: Place, command: Any) -> None:

@@ -196,7 +196,7 @@ class Backbone:
     may_read_lines: bool = field(default=True, init=False)
     """False after a line of rows failed, in training or in scoring."""
     recorded: Any = field(default=None, init=False)
-    """Passes of weights in training as CUDA graphs, see `qtuning.recorded`."""
+    """Passes of what is trained as CUDA graphs, see `qtuning.recorded`."""
     at_once: int | None = field(default=None, init=False)
     """Lanes that share a pass at most; by default as many as there are, or as fit the card's memory."""
     between_pair: str = field(default="", init=False)
@@ -435,7 +435,7 @@ class Backbone:
         raise NotImplementedError
 
     def states(self, batch: Batch) -> Tensor:
-        """The same, by a recorded pass where weights are trained by such."""
+        """The same, by a recorded pass where training has such."""
         if self.recorded and self.recorded.takes(batch):
             found: Tensor = self.recorded(self.text_states, batch)
             return found

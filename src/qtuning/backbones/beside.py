@@ -5,12 +5,15 @@ Only attention is padded: all other layers, where a small model spends its time,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+KEYS_AT_ONCE = 32_768
+"""Positions whose keys are gathered together at most: each of many paths has prompt and text for itself."""
 
 
 class Kind(NamedTuple):
@@ -45,8 +48,7 @@ class Beside(NamedTuple):
         place = torch.zeros(positions, dtype=torch.long)
         kinds: list[Kind] = []
         filled = 1
-        for number in sorted(set(alike.tolist()) - {-1}):
-            own = (alike == number).nonzero()  # [n, 1]
+        for own in _apart(alike, ahead + lengths):
             q = torch.arange(int(lengths[own].max()))
             k = torch.arange(int((ahead + lengths)[own].max()))
             is_real = q < lengths[own]
@@ -63,6 +65,13 @@ class Beside(NamedTuple):
             mask = torch.zeros(is_seen.shape, dtype=dtype).masked_fill_(~is_seen, -torch.inf)
             kinds.append(Kind(queries, keys, mask))
         return cls(kinds, place)
+
+
+def _apart(alike: Tensor, seen: Tensor) -> Iterator[Tensor]:
+    """Indices [n, 1] of parts of the same number, 0 or more, as many together as may be gathered at once."""
+    for number in sorted(set(alike.tolist()) - {-1}):
+        own = (alike == number).nonzero()
+        yield from own.split(max(1, KEYS_AT_ONCE // int(seen[own].max())))
 
 
 def attend_beside(

@@ -264,7 +264,8 @@ class LFPT5:
         if not names:
             return []
         tokens = self.view.tokenize(names, len(prompt), self.longest)
-        reading = self.view.prepare([Row(each, range(len(prompt))) for each in tokens])
+        slots = range(len(prompt))
+        reading = self.view.prepare([Row(each, slots) for each in tokens])
         batch = self.view.assemble(reading, prompt)
         embeds, is_filled = batch.inputs_embeds, batch.is_filled
         if self.view.answer_follows_text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import signal
 import socket
@@ -10,6 +11,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+
+from qtuning.errors import ConfigError
 
 GRACE_SECONDS = 120
 """For answers and the epoch under way, after a signal."""
@@ -46,20 +49,24 @@ def serve(app: FastAPI, host: str, port: int) -> None:
     Server(config).run()
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether a server may listen there."""
-    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+def free_port(host: str, port: int = 0) -> int:
+    """This port, or any with 0, if a server may listen there; else what is in the way."""
+    try:
+        kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"there is no host {host!r} ({error.strerror}); use 127.0.0.1, or 0.0.0.0 for all networks of this machine."
+        ) from None
     with socket.socket(kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
         try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
+            probe.bind(place)
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                raise ConfigError(
+                    f"port {port} of {host} is taken or not yours; choose another with --port."
+                ) from None
+            raise ConfigError(
+                f"{host} is no address to listen on ({error.strerror}); choose another with --host."
+            ) from None
         return int(probe.getsockname()[1])
