@@ -124,8 +124,12 @@ def test_lanes_of_a_mixed_pack_can_be_told_apart(configs: dict[str, RunConfig]) 
     assert f"spam, seed 0, q-tuning {first}" in names
     assert f"spam, seed 0, q-tuning {second}" in names
     names.clear()
-    together(configs, "seeds", report=lambda now: names.add(now.lane))
-    assert "spam, seed 0" in names
+    together(configs, "orders", report=lambda now: names.add(now.lane))
+    for order in "ab":  # the same tasks in both
+        assert f"spam, seed 1, q-tuning {configs[order].resolved().short_hash()}" in names
+    names.clear()
+    run(configs["a"], [0, 1], Path("seeds"), device="cpu", report=lambda now: names.add(now.lane))
+    assert {"spam, seed 0", "spam, seed 1"} <= names
 
 
 def test_texts_that_runs_share_are_read_once(
