@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qtuning.backbones.base import Batch
+from qtuning.backbones.reading import Batch
 from qtuning.errors import in_a_line
 from qtuning.graphs import record
 from qtuning.tensors import cut_like

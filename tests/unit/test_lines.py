@@ -15,11 +15,11 @@ from qtuning import wrap_model
 from qtuning.backbones import attend as attending
 from qtuning.backbones import beside, causal
 from qtuning.backbones.attend import attend, kernel_works
-from qtuning.backbones.base import Row, Tokens
 from qtuning.backbones.beside import Beside, attend_beside
 from qtuning.backbones.causal import CausalBackbone
 from qtuning.backbones.extents import CPU_UNIT, TILE, UNIT, Extent
 from qtuning.backbones.lines import TAKES_LINES, Line
+from qtuning.backbones.reading import Row, Tokens
 from qtuning.config import make_settings
 from qtuning.lanes import fit_lanes
 from qtuning.pack import Pack

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qtuning.backbones.base import Batch
+from qtuning.backbones.reading import Batch
 from qtuning.config import make_settings
 from qtuning.methods import make_method
 from qtuning.recorded import RecordedPasses

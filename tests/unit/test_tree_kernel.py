@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from qtuning.backbones.attend import _back_part_by_part, _part_by_part
-from qtuning.backbones.base import Row, Tokens
 from qtuning.backbones.extents import Extent
 from qtuning.backbones.lines import Line
+from qtuning.backbones.reading import Row, Tokens
 from tests.conftest import make_backbone
 from tests.unit.test_lines import BRANCHED, lined
 

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError
 
 from qtuning.backbones.answers import AnswerSet
-from qtuning.backbones.base import Backbone, Head, Reading, Row, Tokens
+from qtuning.backbones.base import Backbone, Head
+from qtuning.backbones.reading import Reading, Row, Tokens
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.errors import BackboneError, ConfigError, QTuningError, unknown
 

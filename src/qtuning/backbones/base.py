@@ -1,4 +1,4 @@
-"""What every backbone family shares: texts to tokens, rows to one padded batch, the frozen model.
+"""What every backbone family shares: the frozen model, texts to tokens, rows to one padded batch.
 
 The model object stays what `from_pretrained` returned. Prompt vectors enter through
 `inputs_embeds`; every sequence is contiguous and padded once, on the right.
@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -22,8 +22,9 @@ from torch.nn import functional as F
 
 from qtuning.backbones.answers import AnswerSet, TokenIds
 from qtuning.backbones.compiled import CompiledLayers
-from qtuning.backbones.extents import Extent, prompts_of
-from qtuning.errors import BackboneError, ConfigError
+from qtuning.backbones.extents import prompts_of
+from qtuning.backbones.reading import Batch, Reading, Row, Tokens
+from qtuning.errors import ConfigError
 from qtuning.tasks import Text
 
 P = ParamSpec("P")
@@ -43,114 +44,8 @@ REMEMBERED_TEXTS = 32_768
 """Texts whose tokens are kept, …"""
 REMEMBERED_LENGTH = 8_192
 """… and how long they may be: what strangers send must not fill the memory."""
-REMEMBERED_LABELS = 1_024
-"""Sets of label words whose tokens are kept: every task is asked again and again."""
 MIN_TEXT_TOKENS = 4
 """Fewer tokens than this left for the text, special ones included, is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One text as token ids; `types` are segment ids, empty where the model has none."""
-
-    ids: tuple[int, ...]
-    types: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One example: which rows of the bank stand before its text, and what it is to answer.
-
-    `paths` are token sequences to read after the text (see `AnswerSet`); a path of n tokens gives
-    n + 1 read-outs. An encoder has one empty path.
-    """
-
-    tokens: Tokens
-    slots: Sequence[int] = ()
-    paths: tuple[TokenIds, ...] = ((),)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Rows as tensors on the device: made once, read as often as training or scoring needs.
-
-    n rows with p paths among them; every tensor is padded on the right.
-    """
-
-    ids: Tensor
-    """[n, w] tokens of the text."""
-    types: Tensor
-    """[n, w] segment ids."""
-    length: Tensor
-    """[n] tokens of the text."""
-    slots: Tensor
-    """[g, r] rows of the bank that make up each of the prompts that rows share."""
-    prompt: Tensor
-    """[g] how many of the slots count."""
-    group: Tensor
-    """[n] the prompt that stands before each row."""
-    owner: Tensor
-    """[p] the row that each path belongs to."""
-    path: Tensor
-    """[p, t - 1] tokens of each path."""
-    reads: Tensor
-    """[p] read-outs of each path: its tokens and one."""
-    width: int
-    """Positions of the longest sequence, or a few more."""
-    is_even: bool = True
-    """Whether all rows have equally many paths."""
-    extent: Extent | None = None
-    """Of the line in which all of it is read (see `lines`); None where rows are padded to `width`."""
-
-    @property
-    def is_single(self) -> bool:
-        """Whether every row has one path."""
-        return len(self.owner) == len(self.ids)
-
-    def branch(self) -> Tensor:
-        """[p] the number of each path among those of its row, which stand together."""
-        place = torch.arange(len(self.owner), device=self.owner.device)
-        return place - torch.searchsorted(self.owner, self.owner)
-
-    def expanded(self) -> Reading:
-        """The same with a row of its own for every path."""
-        return replace(
-            self,
-            ids=self.ids[self.owner],
-            types=self.types[self.owner],
-            length=self.length[self.owner],
-            group=self.group[self.owner],
-            owner=torch.arange(len(self.owner), device=self.owner.device),
-            is_even=True,
-        )
-
-    def at(self, index: Tensor, width: int) -> Reading:
-        """Some rows [m], one path each, in sequences of `width` positions."""
-        return Reading(
-            self.ids[index],
-            self.types[index],
-            self.length[index],
-            self.slots,
-            self.prompt,
-            self.group[index],
-            torch.arange(len(index), device=index.device),
-            self.path[index],
-            self.reads[index],
-            width,
-        )
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a model reads: [b, s, d] embeddings and [b, s] masks, padded on the right."""
-
-    inputs_embeds: Tensor
-    is_filled: Tensor
-    is_text: Tensor
-    """True where a token of the text stands: not on prompt vectors, answers and padding."""
-    token_types: Tensor
-    end: Tensor
-    """[b] positions of prompt and text; the answer begins there."""
 
 
 @dataclass(frozen=True)
@@ -503,83 +398,8 @@ class Backbone:
         return Batch(embeds, place < total, is_text, types, end.squeeze(1))
 
 
-@dataclass
-class VocabularyBackbone(Backbone):
-    """A backbone that answers with label words: logits over its vocabulary."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.lm_head = self.model.get_output_embeddings()
-        if self.lm_head is None:
-            raise BackboneError(
-                f"{self.name!r} has no language-model head to score label words with."
-            )
-        self.vocabulary_size = int(self.lm_head.weight.shape[0])
-        self._output_scale, self._output_bias = self._find_output_rule()
-        self._answers = remembering(self._answers_of, REMEMBERED_LABELS)
-
-    @property
-    def hidden_dim(self) -> int:
-        """Width of the read-outs: what the language-model head takes."""
-        return int(self.lm_head.weight.shape[1])
-
-    def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
-        """[..., h] -> [..., vocabulary]."""
-        out: Tensor = self.lm_head((hidden * self._output_scale).to(self.dtype))
-        if self._output_bias is not None:
-            out = out + self._output_bias
-        return out.to(self.lane_dtype)
-
-    def answers(self, label_words: Sequence[str]) -> AnswerSet:
-        """Token sequences of the labels, all different."""
-        return self._answers(tuple(label_words))
-
-    def _answers_of(self, label_words: tuple[str, ...]) -> AnswerSet:
-        sequences = self.answer_tokens(label_words)
-        if len(set(sequences)) < len(sequences):
-            raise BackboneError(
-                f"{self.name!r} cannot tell the label words {list(label_words)} apart; choose others."
-            )
-        return AnswerSet.build(sequences)
-
-    def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
-        """Each answer as the model writes it."""
-        raise NotImplementedError
-
-    def _find_output_rule(self) -> tuple[float, Tensor | None]:
-        """How the model gets from last hidden state to logits, found by comparing with its own forward.
-
-        T5 scales the hidden state, BART adds a bias, most do neither; a model that does something
-        else is refused here rather than scored wrongly later.
-        """
-        ids = torch.arange(3)[None] + 1
-        with torch.no_grad():
-            expected, hidden = self._reference_logits(ids.to(self.device))
-            bias = getattr(self.model, "final_logits_bias", None)
-            for scale in (1.0, hidden.shape[-1] ** -0.5):
-                found = self.lm_head(hidden * scale)
-                found = found if bias is None else found + bias
-                if torch.allclose(found.float(), expected.float(), rtol=1e-2, atol=1e-3):
-                    return scale, bias
-        raise BackboneError(
-            f"{self.name!r} turns hidden states into logits in a way this version does not know "
-            f"(class {type(self.model).__name__})."
-        )
-
-    def _reference_logits(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The model's own logits for some ids, and its last hidden states."""
-        raise NotImplementedError
-
-
 def remembering(method: Callable[P, R], most: int) -> Callable[P, R]:
     """The method with its latest results kept, but not its owner: a model must go as soon as nobody wants it."""
     weak: Any = weakref.WeakMethod(method)
     kept: Any = lru_cache(maxsize=most)(lambda *given: weak()(*given))
     return cast("Callable[P, R]", kept)
-
-
-def gather_reads(states: Tensor, first: Tensor, reads: Tensor, longest: int) -> Tensor:
-    """States [b, s, h] at first, first + 1, … -> [b, longest, h]; past the end the last is repeated."""
-    steps = torch.arange(longest, device=states.device)
-    positions = first[:, None] + torch.minimum(steps, reads[:, None] - 1)
-    return states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))

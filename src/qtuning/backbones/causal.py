@@ -18,21 +18,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.attend import kernel_works
-from qtuning.backbones.base import (
-    AFTER_TEXT,
-    ALIGNED,
-    MASKED,
-    MIN_TEXT_TOKENS,
-    Batch,
-    Reading,
-    Row,
-    Tokens,
-    VocabularyBackbone,
-    gather_reads,
-)
+from qtuning.backbones.base import AFTER_TEXT, ALIGNED, MASKED, MIN_TEXT_TOKENS
 from qtuning.backbones.extents import Extent
 from qtuning.backbones.lines import TAKES_LINES, Line
 from qtuning.backbones.prefixes import Prefixes
+from qtuning.backbones.reading import Batch, Reading, Row, Tokens, gather_reads
+from qtuning.backbones.vocabulary import VocabularyBackbone
 from qtuning.errors import in_a_line
 from qtuning.tasks import Text
 

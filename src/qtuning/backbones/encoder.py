@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from qtuning.backbones.answers import AnswerSet
-from qtuning.backbones.base import Backbone, Batch, Head, Reading
+from qtuning.backbones.base import Backbone, Head
+from qtuning.backbones.reading import Batch, Reading
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
 

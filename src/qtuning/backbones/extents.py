@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from qtuning.backbones.base import Row
+    from qtuning.backbones.reading import Row
 
 UNIT = 64
 """Positions by which lines differ at least on a card, whose kernels work on blocks of so many, …"""

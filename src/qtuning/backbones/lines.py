@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from qtuning.backbones.attend import attend
-from qtuning.backbones.base import Backbone, Reading
+from qtuning.backbones.base import Backbone
 from qtuning.backbones.beside import Beside, attend_beside
 from qtuning.backbones.extents import TILE
+from qtuning.backbones.reading import Reading
 
 LINE = "qtuning-line"
 LINE_ON_CPU = "qtuning-line-on-cpu"

@@ -11,14 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtuning.backbones.answers import TokenIds
-from qtuning.backbones.base import (
-    MASKED,
-    Batch,
-    Reading,
-    VocabularyBackbone,
-    gather_reads,
-)
+from qtuning.backbones.base import MASKED
+from qtuning.backbones.reading import Batch, Reading, gather_reads
 from qtuning.backbones.t5 import MODEL_TYPES, T5Layers
+from qtuning.backbones.vocabulary import VocabularyBackbone
 
 
 @dataclass

@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qtuning.backbones import AnswerSet, Backbone, Row
-from qtuning.backbones.base import AFTER_TEXT, VocabularyBackbone
+from qtuning.backbones.base import AFTER_TEXT
+from qtuning.backbones.vocabulary import VocabularyBackbone
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report
 from qtuning.methods import MethodInfo, register
