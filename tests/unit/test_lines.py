@@ -173,7 +173,7 @@ def test_attention_side_by_side_is_that_part_by_part(
     llama, rows, is_slow, at_once, monkeypatch
 ) -> None:
     """Values and gradients, by torch and by products, shared heads, whatever stands after the last part."""
-    monkeypatch.setattr(beside, "_has_slow_gradient", lambda query: is_slow)
+    monkeypatch.setattr(beside, "has_slow_gradient", lambda query: is_slow)
     monkeypatch.setattr(beside, "KEYS_AT_ONCE", at_once)
     line = Line.of(lined(llama, rows))
     filled, positions = int(line.starts[-1]), len(line.part)
@@ -202,8 +202,8 @@ def test_in_half_precision_gradients_of_attention_are_products(llama) -> None:
     found = {}
     for dtype in (torch.float64, torch.bfloat16):
         states = [each.to(dtype).requires_grad_() for each in drawn]
-        assert beside._has_slow_gradient(states[0]) == (dtype == torch.bfloat16)
-        assert not beside._has_slow_gradient(states[0].detach())
+        assert beside.has_slow_gradient(states[0]) == (dtype == torch.bfloat16)
+        assert not beside.has_slow_gradient(states[0].detach())
         out = attend_beside(None, *states, None, scaling=0.5, line=line.seen(dtype))[0]
         found[dtype] = [out, *torch.autograd.grad(out.square().sum(), states)]
     for exact, rounded in zip(*found.values(), strict=True):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from threading import RLock
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -102,6 +103,8 @@ class Backbone:
     """Logits of one read-out, where answers are words."""
 
     def __post_init__(self) -> None:
+        # a pass with another attention changes the model's settings meanwhile
+        self._passing = RLock()
         self.model.requires_grad_(False)
         self.model.eval()  # no dropout, or lanes of a pack would depend on each other (A34)
         self.embedding = self.model.get_input_embeddings()
@@ -211,6 +214,29 @@ class Backbone:
     @cached_property
     def _compiled_layers(self) -> CompiledLayers:
         return CompiledLayers(self.model)
+
+    @property
+    def takes_attention(self) -> bool:
+        """Whether another function may stand in for the model's attention."""
+        is_sdpa = self.model.base_model.config._attn_implementation == "sdpa"
+        return is_sdpa and bool(getattr(self.model, "_supports_attention_backend", False))
+
+    @contextmanager
+    def attending(self, name: str) -> Iterator[None]:
+        """Inside, that function is the model's attention, where it takes one, and no mask is made but ours.
+
+        Making one looks for packed sequences, which waits for the device, and keeps the fastest kernels out.
+        """
+        with self._passing:
+            if not self.takes_attention:
+                yield
+                return
+            config = self.model.base_model.config
+            before, config._attn_implementation = config._attn_implementation, name
+            try:
+                yield
+            finally:
+                config._attn_implementation = before
 
     def use_plain_layers(self) -> None:
         """Run the model's own modules from now on, where a family computes with their weights in its own way."""

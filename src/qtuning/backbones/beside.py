@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from qtuning.backbones.products import ByProducts, attention, has_slow_gradient
 
 KEYS_AT_ONCE = 32_768
 """Positions whose keys are gathered together at most: each of many paths has prompt and text for itself."""
@@ -94,49 +95,7 @@ def attend_beside(
             each.index_select(0, own.flatten()).view(*own.shape, *each.shape[1:]).transpose(1, 2)
             for each, own in zip(states, places, strict=True)
         )
-        attention = _ByProducts.apply if _has_slow_gradient(q) else _attention
-        out = attention(q, k, v, kind.mask, scaling)
+        attend = ByProducts.apply if has_slow_gradient(q) else attention
+        out = attend(q, k, v, kind.mask, scaling)
         found.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(found).index_select(0, line.place)[None], None
-
-
-def _has_slow_gradient(query: Tensor) -> bool:
-    """Whether torch's own gradient of attention is to be avoided.
-
-    On a CPU it takes three to six times as long as products in half precision; in single precision it is the quicker.
-    """
-    return query.requires_grad and query.itemsize < 4
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[n, heads, q, d] of keys and values [n, shared heads, k, d]."""
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-
-
-def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """The same by matrix products, with all weights in memory; heads that share keys stand below each other."""
-    n, shared, seen, width = key.shape
-    stacked = (query * scale).reshape(n, shared, -1, width)
-    scores = (stacked @ key.transpose(-1, -2)).view(n, shared, -1, *mask.shape[2:])
-    weights = (scores + mask[:, :, None]).softmax(dim=-1)
-    return (weights.view(n, shared, -1, seen) @ value).view_as(query)
-
-
-class _ByProducts(torch.autograd.Function):
-    """`_attention` with the gradient of `_by_products`, whose weights are in memory for a layer at a time."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *tensors, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-        return _attention(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        *states, mask = ctx.saved_tensors
-        with torch.enable_grad():
-            own = [each.detach().requires_grad_() for each in states]
-            found = _by_products(own[0], own[1], own[2], mask, ctx.scale)
-        return *torch.autograd.grad(found, own, gradient), None, None

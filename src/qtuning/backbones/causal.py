@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qtuning.backbones.answers import TokenIds
 from qtuning.backbones.attend import kernel_works
@@ -22,6 +18,7 @@ from qtuning.backbones.base import AFTER_TEXT, ALIGNED, MASKED, MIN_TEXT_TOKENS
 from qtuning.backbones.extents import Extent
 from qtuning.backbones.lines import TAKES_LINES, Line
 from qtuning.backbones.prefixes import Prefixes
+from qtuning.backbones.products import QUICK
 from qtuning.backbones.reading import Batch, Reading, Row, Tokens, gather_reads
 from qtuning.backbones.vocabulary import VocabularyBackbone
 from qtuning.errors import in_a_line
@@ -30,9 +27,6 @@ from qtuning.tasks import Text
 TAKES_BRANCHES = ("gpt2", "llama", "opt")
 """Models seen to give the same numbers with a mask and positions of ours. Windows and ALiBi would count what is not
 seen; any other model reads the text again for every path."""
-UNMASKED = "qtuning-unmasked"
-"""An attention for which `transformers` makes no mask: its own function, without a mask function beside it."""
-AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 ALIKE = 0.1
 """Share by which numbers of two ways may differ: half precision does by a hundredth, another attention altogether."""
 QUESTION = "\nAnswer:"
@@ -48,7 +42,6 @@ class CausalBackbone(VocabularyBackbone):
         self.family = "causal"
         self.answer_follows_text = True
         self.between_pair, self.question = "\n", QUESTION
-        self._passing = RLock()  # a pass without a mask changes the model's settings meanwhile
         self._question = tuple(self.tokenizer(QUESTION, add_special_tokens=False)["input_ids"])
 
     def answer_tokens(self, label_words: Sequence[str]) -> list[TokenIds]:
@@ -100,7 +93,7 @@ class CausalBackbone(VocabularyBackbone):
 
     def text_states(self, batch: Batch) -> Tensor:
         """[b, s, h]."""
-        with self._passing, self._attention(UNMASKED):
+        with self.attending(QUICK):
             states: Tensor = self.model.base_model(
                 inputs_embeds=batch.inputs_embeds, use_cache=False
             ).last_hidden_state
@@ -109,7 +102,7 @@ class CausalBackbone(VocabularyBackbone):
     def _read_line(self, reading: Reading, bank: Tensor) -> Tensor:
         """[p, t, h] of prompts, texts and paths in a single sequence."""
         line = Line.of(reading)
-        with self._passing, self._attention(line.attention):
+        with self.attending(line.attention):
             states: Tensor = self.model.base_model(
                 inputs_embeds=line.embed(reading, bank, self)[None],
                 position_ids=line.place[None].clamp(max=self.max_length - 1),
@@ -122,7 +115,7 @@ class CausalBackbone(VocabularyBackbone):
     def reads_lines(self) -> bool:
         """Where models known to take them give the same so: on a CPU, and in half precision on a card with kernels."""
         config = self.model.config
-        takes_them = config.model_type in TAKES_LINES and self._takes_attention
+        takes_them = config.model_type in TAKES_LINES and self.takes_attention
         if not (takes_them and self.is_frozen and self.may_read_lines):
             return False
         if self.prompt_at == AFTER_TEXT or not self._attends_to_lines:
@@ -163,29 +156,12 @@ class CausalBackbone(VocabularyBackbone):
         apart = (line - padded).norm(dim=-1) / padded.norm(dim=-1)
         return bool(apart.max() < ALIKE)
 
-    @cached_property
-    def _takes_attention(self) -> bool:
-        """Whether another function may stand in for the model's attention."""
+    @property
+    def takes_attention(self) -> bool:
+        """Ours know no window: a model that has one must see all positions through it."""
         config = self.model.base_model.config
         window = getattr(config, "sliding_window", None) or self.max_length
-        takes_it = getattr(self.model, "_supports_attention_backend", False)
-        return config._attn_implementation == "sdpa" and window >= self.max_length and takes_it
-
-    @contextmanager
-    def _attention(self, name: str) -> Iterator[None]:
-        """Inside, that function is the model's attention, and no mask is made.
-
-        Making one looks for packed sequences, which waits for the device, and keeps the fastest kernels out.
-        """
-        if not self._takes_attention:
-            yield
-            return
-        config = self.model.base_model.config
-        before, config._attn_implementation = config._attn_implementation, name
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
+        return super().takes_attention and window >= self.max_length
 
     @property
     def takes_branches(self) -> bool:

@@ -7,6 +7,7 @@ the head reads the pooler, which looks at the first position, a prompt vector.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from qtuning.backbones.answers import AnswerSet
 from qtuning.backbones.base import Backbone, Head
+from qtuning.backbones.products import QUICK
 from qtuning.backbones.reading import Batch, Reading
 from qtuning.errors import BackboneError, ConfigError
 from qtuning.tasks import Text
@@ -79,9 +81,10 @@ class EncoderBackbone(Backbone):
 
     def _read(self, batch: Batch) -> Any:
         extra = {"token_type_ids": batch.token_types} if self._uses_types else {}
-        return self.model(
-            inputs_embeds=batch.inputs_embeds, attention_mask=self.mask(batch.is_filled), **extra
-        )
+        mask = self.mask(batch.is_filled)
+        is_training = torch.is_grad_enabled() and self.device.type == "cpu"
+        with self.attending(QUICK) if is_training and self.takes_ready_mask else nullcontext():
+            return self.model(inputs_embeds=batch.inputs_embeds, attention_mask=mask, **extra)
 
     def logits(self, hidden: Tensor, head: Head | None) -> Tensor:
         """[..., n, 1, h] -> [..., n, 1, classes]; heads may be stacked along the leading dimensions."""
