@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from qtuning.cli_runs import counted
 from qtuning.errors import ConfigError
+from qtuning.ray_cluster import address_of
 
 
 def serve(
@@ -66,8 +66,10 @@ def serve(
     hosts = () if token else ("localhost", "127.0.0.1", "[::1]", host)
     limits = Limits(token, private, hosts, most_bytes, most_waiting=most_waiting)
     how = {"model": model, "dtype": dtype, "device": device}
-    joins = ray and (address or os.environ.get("RAY_ADDRESS", "local") != "local")
-    if not joins:  # a running cluster may listen there already, and elsewhere
+    if ray and address_of(address) != "local":
+        if not port:
+            raise ConfigError("--port 0 takes a free port of this machine; on a cluster name one.")
+    else:  # a running cluster may listen there already, and elsewhere
         port = free_port(host, port)
     if ray:
         from qtuning.collection import read_collection

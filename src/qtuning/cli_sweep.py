@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,7 +126,7 @@ def sweep(
         _print_packs(packs, output)
         return
     place = Place(output, data, device, compile, lanes, cpus_per_pack)
-    with _Display(len(packs)) as display:
+    with _Display(len(packs), ray) as display:
         if ray:
             found = run_on_ray(
                 packs,
@@ -184,24 +185,27 @@ def _print_packs(packs: Sequence[Pack], output: Path) -> None:
 
 
 class _Display:
-    """A line for every pack that ended, above how far the one under way is."""
+    """A line for every pack that ended, above how far the one under way is, or on Ray how many have ended."""
 
-    def __init__(self, packs: int):
+    def __init__(self, packs: int, on_ray: bool):
         from qtuning.progress import LearningBar
 
         self.console, self.packs, self.ended = Console(stderr=True), packs, 0
         self.bar = LearningBar(console=self.console)
+        self.waiting = self.console.status(f"0 of {counted(packs, 'pack')} ended")
+        self.shown: AbstractContextManager[Any] = self.waiting if on_ray else self.bar
 
     def __enter__(self) -> _Display:
-        self.bar.__enter__()
+        self.shown.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.bar.__exit__(*error)
+        self.shown.__exit__(*error)
 
     def after(self, outcome: Outcome) -> None:
         """Count one more."""
         self.ended += 1
+        self.waiting.update(f"{self.ended} of {counted(self.packs, 'pack')} ended")
         mark = "[red]✗[/red]" if outcome.error else "[green]✓[/green]"
         self.console.print(
             f"{mark} pack {self.ended} of {self.packs}: {outcome.pack.name}", highlight=False

@@ -57,8 +57,9 @@ class LearningBar:
         self._said = self._began
 
     def started(self, backbone: Backbone, runs: Sequence[StreamRun]) -> None:
-        """Count towards all tasks of these runs, from those behind them."""
-        self.begin(sum(len(run.tasks) for run in runs), sum(run.done for run in runs))
+        """Count towards all tasks of these runs, from those behind them; towards one where all are learnt at once."""
+        tasks = sum(1 if run.learns_last else len(run.tasks) for run in runs)
+        self.begin(tasks, sum(0 if run.learns_last else run.done for run in runs))
 
     def __enter__(self) -> LearningBar:
         self._bar.start()
@@ -74,7 +75,8 @@ class LearningBar:
 
     def __call__(self, now: LaneProgress) -> None:
         """Show one lane after an epoch."""
-        self._lanes[now.lane] = now.epochs
+        # epochs that it reports: one that goes on in the middle has some behind it
+        self._lanes.setdefault(now.lane, now.epochs - now.epoch + 1)
         begun = self._learnt + len(self._lanes)
         # those that have not begun, if all are alike
         total = sum(self._lanes.values()) + (self._tasks - begun) * now.epochs

@@ -14,6 +14,11 @@ PASSED_ON = ("QTUNING_DATA", "QTUNING_CACHE", "HF_HOME", "HF_HUB_OFFLINE")
 """Variables that decide where models and texts are found: workers get the caller's."""
 
 
+def address_of(given: str | None) -> str:
+    """Of the cluster that is meant; `local` for a Ray of this machine's own."""
+    return given or os.environ.get("RAY_ADDRESS") or "local"
+
+
 @contextmanager
 def connected(address: str | None = None) -> Iterator[Any]:
     """The `ray` module, connected; what was started for it is stopped afterwards.
@@ -30,7 +35,7 @@ def connected(address: str | None = None) -> Iterator[Any]:
     if ray.is_initialized():  # the caller's own connection, and the caller's to close
         yield ray
         return
-    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    where = address_of(address)
     passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     options: dict[str, Any] = {"runtime_env": {"env_vars": passed}} if passed else {}
     if where == "local":

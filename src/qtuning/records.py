@@ -148,32 +148,26 @@ class RunJournal(Journal):
     def resume(self, runs: Sequence[StreamRun]) -> list[FitState] | None:
         """Put the runs where the last commit left them, unless some of them were begun anew in other company since."""
         if not self.pack.exists():
-            begun = sum((folder / "state").exists() for folder in self.folders)
-            if begun:
-                warnings.warn(
-                    f"{begun} of the {len(self.folders)} runs of {self.pack} were begun in other company: all begin "
-                    f"anew.",
-                    stacklevel=2,
-                )
-            self._begin()
+            self._begin("were begun in other company")
             return None
         self.generation = int(read_json(self.pack)["generation"])
         files = [folder / "state" / f"{self.generation}.safetensors" for folder in self.folders]
         states = [read_tensors(file) for file in files if file.exists()]
         if [facts.get("pack") for _, facts in states] != [self.pack.name] * len(files):
-            if states:  # else their folders were removed, so as to begin again
-                warnings.warn(
-                    f"some runs of {self.pack} were begun again in other company since: it begins anew.",
-                    stacklevel=2,
+            gone = [folder.name for folder in self.folders if not (folder / "state").exists()]
+            if gone:
+                self._begin(
+                    f"go on no more: the folders of others ({', '.join(gone)}) were removed"
                 )
-            self._begin()
+            else:
+                self._begin("were begun again in other company since")
             return None
         fits: list[FitState] = []
         for run, folder, method, (tensors, facts) in zip(
             runs, self.folders, self.methods, states, strict=True
         ):
             self._noted[folder] = (facts["done"], (facts["fit"] or {}).get("epoch", 0))
-            _truncate(folder / "events.jsonl", facts["events"])
+            _truncate(folder / "events.jsonl", facts["events"], folder)
             run.done, run.seconds, run.parts = facts["done"], facts["seconds"], facts["parts"]
             run.matrix, run.sampled = _from_json(facts["matrix"]), _from_json(facts["sampled"])
             run.unchanged, run.found = facts["unchanged"], facts["found"]
@@ -184,11 +178,16 @@ class RunJournal(Journal):
                 fits.append((part(tensors, "fit"), facts["fit"]))
         return fits or None
 
-    def _begin(self) -> None:
-        """Take the folders: whatever another pack had begun in them is void."""
+    def _begin(self, why: str) -> None:
+        """Take the folders: whatever another pack had begun in them is void, and that is said."""
+        begun = sum((folder / "state").exists() for folder in self.folders)
+        if begun:
+            warnings.warn(
+                f"{begun} of the {len(self.folders)} runs of {self.pack} {why}: all begin anew.",
+                stacklevel=3,
+            )
         for folder in self.folders:
-            if (folder / "events.jsonl").exists():
-                _truncate(folder / "events.jsonl", 0)
+            (folder / "events.jsonl").unlink(missing_ok=True)
             shutil.rmtree(folder / "state", ignore_errors=True)
 
     # ── committing ───────────────────────────────────────────────────────────────────────────
@@ -237,7 +236,7 @@ class RunJournal(Journal):
                 "sampled": to_json(run.sampled),
                 "method": facts,
                 "fit": None if fits is None else fits[i][1],
-                "events": (folder / "events.jsonl").stat().st_size,
+                "events": _settled(folder / "events.jsonl"),
             }
             write_tensors(folder / "state" / f"{number}.safetensors", tensors, recorded)
         names, done = [folder.name for folder in self.folders], runs[0].done
@@ -287,7 +286,7 @@ class _Scores(dict[str, Tensor]):
 def task_costs(folder: Path) -> list[dict[str, Any]]:
     """Time and memory after each task that a run has behind it, from its events."""
     file = folder / "events.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == "task"]
 
 
@@ -316,7 +315,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return tensors, json.loads(text)
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise RecordError(
-            f"{path} is damaged or missing ({error}); remove the folder {path.parent.parent} to begin that run again."
+            f"{path} is damaged or missing ({error}); remove the folder {path.parent.parent}: its pack begins anew."
         ) from error
 
 
@@ -352,9 +351,21 @@ def _append(path: Path, event: Mapping[str, Any]) -> None:
         raise RecordError(f"cannot write {path}: {error.strerror}.") from error
 
 
-def _truncate(path: Path, size: int) -> None:
+def _settled(path: Path) -> int:
+    """Bytes of a log, all of them on disk: a commit must not outlast what it counts on."""
+    with path.open("a") as stream:
+        os.fsync(stream.fileno())
+        return os.fstat(stream.fileno()).st_size
+
+
+def _truncate(path: Path, size: int, folder: Path) -> None:
     """Drop events after the last commit: they will happen again."""
     with path.open("a") as stream:
+        if os.fstat(stream.fileno()).st_size < size:
+            raise RecordError(
+                f"{path} is shorter than at the last commit; put it back, or remove the folder {folder}: its pack "
+                f"begins anew."
+            )
         stream.truncate(size)
 
 

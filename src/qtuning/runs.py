@@ -48,7 +48,7 @@ from qtuning.records import (
     write_file,
     write_json,
 )
-from qtuning.snapshots import EVALUATE_WITH, check_diagnostic
+from qtuning.snapshots import EVALUATE_WITH
 from qtuning.stream_loop import INNER_CELL_ROWS, Course, StreamRun, run_streams
 from qtuning.streams import get_stream
 from qtuning.tasks import Task
@@ -227,8 +227,6 @@ def _run_pack(
         if other.short_hash() not in made:
             its = make_settings(backbone.family, **other.settings)
             made[other.short_hash()] = make_method(other.method, backbone, *its), its
-    for own, seed in wanted:
-        check_diagnostic(made[own.short_hash()][0].start(seed), own.evaluate_with)
     began = datetime.now(UTC)
     is_mixed = len({own.short_hash() for own, _ in wanted}) > 1
     courses = []

@@ -92,6 +92,8 @@ class StreamRun:
     """Tasks learnt and scored."""
     asked_last: bool = False
     """Whether it is asked when the stream ends, and not before: every answer costs steps, or it learns only then."""
+    learns_last: bool = False
+    """Whether it puts tasks by, and learns all of them with the last."""
 
 
 Cell = tuple[StreamRun, int, Task, Rows]
@@ -202,8 +204,17 @@ def _begin(course: Course, protocol: str, test_limit: int) -> StreamRun:
     matrix = np.full((len(tasks) + 1, len(tasks)), np.nan)
     names = tuple(task.name for task in tasks)
     state = course.method.start(seed)
-    asked_last = hasattr(state, "adapted") or hasattr(course.method, "put_by")
-    return StreamRun(seed, names, splits, state, matrix, matrix.copy(), asked_last=asked_last)
+    learns_last = hasattr(course.method, "put_by")
+    return StreamRun(
+        seed,
+        names,
+        splits,
+        state,
+        matrix,
+        matrix.copy(),
+        asked_last=learns_last or hasattr(state, "adapted"),
+        learns_last=learns_last,
+    )
 
 
 def _learn(
@@ -221,7 +232,7 @@ def _learn(
         for course, run, task in zip(courses, runs, tasks, strict=True):
             method: Any = course.method
             split, is_last = run.splits[task.name], run.done + 1 == len(run.tasks)
-            if hasattr(method, "put_by") and not is_last:
+            if run.learns_last and not is_last:
                 run.state = method.put_by(run.state, task, split)
             else:
                 run.state = method.learn(run.state, task, split, _told_apart(course, report))

@@ -123,7 +123,7 @@ class QTuner:
             task: The labelled texts.
             replace: Learn a new version of a task it already knows; the old one answers until the
                 new one is finished. What queue and shared prefix took from the old one stays in them.
-            progress: Show a progress bar on a terminal.
+            progress: Show a bar on a terminal, elsewhere a line on standard error every half minute.
             report: Called after every epoch, beside the bar.
             checkpoint: Called after every epoch with what continuing needs (methods that train in lanes).
             resume: What an earlier `checkpoint` was given, on the same state; training goes on from there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -83,3 +84,28 @@ def test_a_run_that_goes_on_counts_what_it_had_learnt(
     bar.begin(3, 1)
     bar(epoch(1))
     assert capsys.readouterr().err.startswith("[2/3] spam, seed 1  epoch 1/4")
+
+
+def test_a_task_that_goes_on_has_only_its_last_epochs_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    seconds = iter([0.0, 0.0, 60.0, 60.0, 60.0, 120.0, 120.0, 120.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(seconds))
+    bar = LearningBar(console=Console(file=io.StringIO()))
+    bar.begin(70, 69)
+    bar(epoch(3))
+    bar(epoch(4))
+    one, two = capsys.readouterr().err.splitlines()
+    assert one.endswith("1 min, about 1 left")
+    assert two.endswith("2 min, about 0 left")
+
+
+def test_a_run_that_learns_all_with_the_last_task_has_one_to_learn() -> None:
+    tasks, bar = ("spam", "tone", "urgency"), LearningBar(quiet=True)
+    runs = [
+        SimpleNamespace(tasks=tasks, done=2, learns_last=learns_last)
+        for learns_last in (True, False)
+    ]
+    bar.started(None, runs)
+    assert (bar._tasks, bar._learnt) == (1 + 3, 0 + 2)

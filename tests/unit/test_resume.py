@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -111,31 +112,78 @@ def test_fifty_kills(place: Path) -> None:
     check_kills(place, 50, 100)
 
 
-def test_a_torn_log_and_new_company(tmp_path: Path) -> None:
-    """A log that ends in half a line is mended; what is begun anew in other company counts as not learnt."""
-    settings = {"epochs": 1, "shots": 2, "prompt_length": 2, "shared_length": 2}
-    config = RunConfig("starter-four", model="minilm", test_limit=2, inner_rows=0, settings=settings)  # fmt: skip
-    standing: list[list[int]] = []
+class Going:
+    """Runs of a stream of four tasks that are stopped after some of them, again and again."""
 
-    def go_on(seeds: Sequence[int], tasks: int = 99) -> None:
+    def __init__(self, folder: Path):
+        settings = {"epochs": 1, "shots": 2, "prompt_length": 2, "shared_length": 2}
+        limits = {"test_limit": 2, "inner_rows": 0}
+        self.config = RunConfig("starter-four", model="minilm", settings=settings, **limits)
+        self.folder = folder
+
+    def on(self, seeds: Sequence[int], tasks: int = 99) -> list[int]:
+        """Tasks that each run had behind it; it is stopped after `tasks`."""
+        standing: list[list[int]] = []
+
         def stop(task: Task, runs: Sequence[StreamRun]) -> None:
             if runs[0].done == tasks:
                 raise KeyboardInterrupt
 
         noted = lambda backbone, runs: standing.append([run.done for run in runs])  # noqa: E731
         with contextlib.suppress(KeyboardInterrupt):
-            run(config, seeds, tmp_path, after_task=stop, started=noted, device="cpu")
+            run(self.config, seeds, self.folder, after_task=stop, started=noted, device="cpu")
+        return standing[0]
 
-    go_on([0], tasks=2)
-    (log,) = tmp_path.rglob("events.jsonl")
+
+@pytest.fixture
+def going(tmp_path: Path) -> Going:
+    return Going(tmp_path)
+
+
+def test_a_torn_log_is_mended(going: Going) -> None:
+    going.on([0], tasks=2)
+    (log,) = going.folder.rglob("events.jsonl")
     whole = log.read_text()
     log.write_text(whole + '{"event": "epo')
-    go_on([0], tasks=3)
+    assert going.on([0], tasks=3) == [2]
     assert log.read_text().startswith(whole)
     assert [json.loads(line)["event"] for line in log.read_text().splitlines()].count("task") == 3
-    with pytest.warns(UserWarning, match="all begin anew"):
-        go_on([0, 1], tasks=1)
-    assert standing == [[0], [2], [0, 0]]
+
+
+def test_a_log_that_lost_its_end_is_named(going: Going) -> None:
+    going.on([0], tasks=1)
+    (log,) = going.folder.rglob("events.jsonl")
+    log.write_bytes(log.read_bytes()[:-15])
+    with pytest.raises(
+        RecordError, match=rf"{log} is shorter than at the last commit.*begins anew"
+    ):
+        going.on([0])
+
+
+def test_new_company_is_told_what_it_costs(going: Going) -> None:
+    """Alone, beside another, alone again; and both, each alone, both again."""
+    assert going.on([0], tasks=1) == [0]
+    with pytest.warns(UserWarning, match="1 of the 2 runs .* begun in other company: all begin"):
+        assert going.on([0, 1], tasks=1) == [0, 0]
+    with pytest.warns(UserWarning, match="1 of the 1 runs .* again in other company since: all"):
+        assert going.on([0], tasks=1) == [0]
+    with pytest.warns(UserWarning, match="2 of the 2 runs .* again in other company since: all"):
+        assert going.on([0, 1], tasks=1) == [0, 0]
+
+
+def test_a_removed_folder_takes_its_pack_with_it(going: Going) -> None:
+    going.on([0, 1], tasks=1)
+    (folder,) = going.folder.rglob("1-*")
+    shutil.rmtree(folder)
+    with pytest.warns(
+        UserWarning, match=rf"1 of the 2 runs .* \({folder.name}\) were removed: all"
+    ):
+        assert going.on([0, 1], tasks=1) == [0, 0]
+    for folder in going.folder.glob("*/*/*-*/"):
+        shutil.rmtree(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert going.on([0, 1], tasks=1) == [0, 0]  # nothing is lost that was there
 
 
 def test_a_finished_run_answers_at_once_and_does_nothing_again(place: Path) -> None:

@@ -95,6 +95,8 @@ def test_where_to_listen() -> None:
     assert free_port("127.0.0.1", port) == port
     with pytest.raises(ConfigError, match=r"there is no host 'no-such-host.invalid'"):
         free_port("no-such-host.invalid", 8000)
+    with pytest.raises(ConfigError, match=r"there is no host 'a\.\.b' \("):
+        free_port("a..b", 8000)
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is no address to listen on.*another with --host"):  # fmt: skip
         free_port("192.0.2.1", 8000)  # for documentation: nobody has it
 
@@ -163,6 +165,7 @@ def test_a_host_for_others_needs_a_token(folder: Path) -> None:
     for options, says in (
         (["--host", "0.0.0.0"], "give a token"),
         (["--private"], "needs a token"),
+        (["--ray", "--address", "127.0.0.1:6379", "--port", "0"], "on a cluster name one"),
     ):
         found = subprocess.run([*command, *options], capture_output=True, text=True)
         assert found.returncode == 2

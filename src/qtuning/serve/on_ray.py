@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from qtuning.ray_cluster import connected
+from qtuning.ray_cluster import address_of, connected
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -67,7 +67,7 @@ def serve_on_ray(
             signal.signal(number, lambda *_: ended.set())
         while not ended.wait(1.0):
             pass
-        if address:
-            serve.delete("qtuning")  # what else the cluster serves is not ours to stop
-        else:
+        if address_of(address) == "local":
             serve.shutdown()
+        else:
+            serve.delete("qtuning")  # what else the cluster serves is not ours to stop

@@ -53,9 +53,10 @@ def free_port(host: str, port: int = 0) -> int:
     """This port, or any with 0, if a server may listen there; else what is in the way."""
     try:
         kind, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the second of what cannot be a name
+        why = getattr(error, "strerror", error)
         raise ConfigError(
-            f"there is no host {host!r} ({error.strerror}); use 127.0.0.1, or 0.0.0.0 for all networks of this machine."
+            f"there is no host {host!r} ({why}); use 127.0.0.1, or 0.0.0.0 for all networks of this machine."
         ) from None
     with socket.socket(kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
