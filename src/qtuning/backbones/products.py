@@ -27,16 +27,17 @@ def attend_quickly(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """[b, heads, s, d] -> [b, s, heads, d], as a layer of `transformers` asks for it."""
-    states = [_as_computed(each) for each in (query, key, value)]
-    if not has_slow_gradient(states[0]) or not _is_plain(module, attention_mask, **options):
-        found: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **options
-        )
-        return found
-    mask = None if attention_mask is None else attention_mask.to(states[0].dtype)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out: Tensor = ByProducts.apply(*states, mask, scale)  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2).contiguous(), None
+    if query.device.type == "cpu" and not torch.compiler.is_compiling():
+        states = [_as_computed(each) for each in (query, key, value)]
+        if has_slow_gradient(states[0]) and _is_plain(module, attention_mask, **options):
+            mask = None if attention_mask is None else attention_mask.to(states[0].dtype)
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            out: Tensor = ByProducts.apply(*states, mask, scale)  # type: ignore[no-untyped-call]
+            return out.transpose(1, 2).contiguous(), None
+    found: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **options
+    )
+    return found
 
 
 def _is_plain(
@@ -59,9 +60,8 @@ AttentionInterface.register(QUICK, attend_quickly)
 
 
 def has_slow_gradient(query: Tensor) -> bool:
-    """Whether torch's own gradient of attention is to be avoided; what is compiled keeps it."""
-    is_half = query.device.type == "cpu" and query.itemsize < 4
-    return is_half and query.requires_grad and not torch.compiler.is_compiling()
+    """Whether torch's own gradient of attention is to be avoided."""
+    return query.device.type == "cpu" and query.requires_grad and query.itemsize < 4
 
 
 def attention(
@@ -112,5 +112,5 @@ def _earlier(queries: int, keys: int, dtype: torch.dtype) -> Tensor:
 
 def _as_computed(states: Tensor) -> Tensor:
     """In the number type that attention would be computed in: weights in training leave that to autocast."""
-    kind = states.device.type
-    return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
+    is_left = torch.is_autocast_enabled("cpu")
+    return states.to(torch.get_autocast_dtype("cpu")) if is_left else states
