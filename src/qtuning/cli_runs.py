@@ -43,7 +43,16 @@ def run(
     max_length: Annotated[
         int | None, typer.Option(help="Positions of prompt, text and answer; the model's, or 512.")
     ] = None,
+    readout: Annotated[
+        str | None, typer.Option(help="What an encoder's head reads: mean, cls or peft.")
+    ] = None,
     test_limit: Annotated[str | None, typer.Option(help="Test rows per class, or 'all'.")] = None,
+    inner_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="Test rows of a task between its learning and the end; 0 asks none.", min=0
+        ),
+    ] = None,
     evaluate_with: Annotated[
         str | None, typer.Option(help="snapshot, or a diagnostic: shared, current.")
     ] = None,
@@ -84,7 +93,8 @@ def run(
 
     flags: dict[str, Any] = {
         "stream": stream, "method": method, "model": model, "protocol": protocol, "preset": preset,
-        "dtype": dtype, "evaluate_with": evaluate_with, "max_length": max_length,
+        "dtype": dtype, "evaluate_with": evaluate_with, "max_length": max_length, "readout": readout,
+        "inner_rows": inner_rows,
     }  # fmt: skip
     raw = read_yaml(config) if config else {}
     raw |= {key: value for key, value in flags.items() if value is not None}
@@ -303,7 +313,7 @@ def _print_plan(
     for seed in seeds:
         console.print(f"record: {run_folder(output, config, seed)}")
     console.print(
-        f"one step of {len(seeds)} lanes takes {plan['step_seconds']:.3f} s here; about "
+        f"one step of {counted(len(seeds), 'lane')} takes {plan['step_seconds']:.3f} s here; about "
         f"{plan['seconds'] / 60:.0f} minutes for all, and {plan['memory_mib']:.0f} MiB of memory."
     )
 

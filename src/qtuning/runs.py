@@ -86,6 +86,11 @@ class RunConfig:
         if protocol not in PROTOCOLS:
             raise ConfigError(unknown("protocol", protocol, PROTOCOLS))
         get_method(self.method)
+        for name in sorted({f.name for f in fields(RunConfig)} & self.settings.keys()):
+            raise ConfigError(
+                f"{name} is no setting of the method but belongs to the run: give it beside 'settings' in a YAML, or "
+                f"to qtuning run as --{name.replace('_', '-')}, not with --set."
+            )
         if self.evaluate_with not in EVALUATE_WITH:
             raise ConfigError(unknown("evaluation mode", self.evaluate_with, EVALUATE_WITH))
         given = {**(get_preset(self.preset, self.method) if self.preset else {}), **self.settings}

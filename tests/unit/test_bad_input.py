@@ -725,6 +725,7 @@ SWEEPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--stream", "demo", "--vary", "epochs=1", "--vary", "epochs=2"),
         ("names epochs twice", "after one"),
     ),
+    "setting-of-the-run": (("--stream", "demo", "--set", "max_length=64"), ("max_length", "--max-length", "YAML")),
     "value-twice": (("--stream", "demo", "--vary", "epochs=1,1"), ("vary epochs", "'1' twice")),
     "value-that-is-a-word": (("--stream", "demo", "--vary", "epochs=1,few"), ("epochs", "'few'")),
     "seeds-that-are-words": (("--stream", "demo", "--seeds", "one"), ("--seeds", "'one'")),
