@@ -180,6 +180,37 @@ def draw_quick() -> None:
     _save(figure, "reasons-quick.png")
 
 
+def draw_shared() -> None:
+    """Tens of the 70 tasks in the order of learning: a shared prompt that is kept once, then and at the end; others."""
+    order, ten = "order-11", 10
+
+    def by_tens(folder: str, method: str, key: str) -> np.ndarray:
+        files = (RECORDS / folder / order / method).glob("*/result.json")
+        records = [json.loads(file.read_text()) for file in files]
+        plain = [record["tasks"].values() for record in records if label_of(record) == method]
+        scores = np.array([[100 * task[key] for task in tasks] for tasks in plain])
+        return scores.reshape(len(scores), -1, ten).mean(axis=(0, 2))
+
+    then = by_tens("shared-smollm2", "shared-prompt", "when_learnt")
+    now = by_tens("shared-smollm2", "shared-prompt", "score")
+    figure, axis = pyplot.subplots(figsize=(6.4, 4))
+    places = np.arange(len(then))
+    axis.vlines(places, now, then, color=CONTROL, lw=2)
+    label = "one shared prompt for all tasks, "
+    axis.plot(places, then, "v", mfc="none", color=CONTROL, ms=9, label=f"{label}when learnt")
+    axis.plot(places, now, "v", color=CONTROL, ms=9, label=f"{label}at the end")
+    for method in ("q-tuning", "per-task-prompt"):
+        mark, colour = MARKS[method]
+        scores = by_tens("quick-smollm2", method, "score")
+        axis.plot(places, scores, f"-{mark}", color=colour, label=f"{method}, then and now")
+    axis.set_xticks(places, [f"{ten * i + 1}–{ten * (i + 1)}" for i in places])
+    axis.set(xlabel="tasks in the order of learning", ylabel="average score, %", ylim=(45, 92))
+    axis.set_title("SmolLM2-135M, 70 tasks (order 11) with 20 steps each")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="lower right")
+    _save(figure, "reasons-shared.png")
+
+
 def draw_shots() -> None:
     """A line for every method over texts per class, each seed a mark."""
     figure, axis = pyplot.subplots(figsize=(6, 3.4))
@@ -299,6 +330,7 @@ if __name__ == "__main__":
     draw_tasks()
     draw_lifelong()
     draw_quick()
+    draw_shared()
     draw_shots()
     draw_forgetting()
     draw_transfer()

@@ -149,6 +149,8 @@ def test_the_figures_of_training_weights_are_those_of_the_measurements() -> None
     times = sorted(f"{each['times_as_fast_as']['float32']:.1f}" for each in half["results"])
     guide = " ".join((ROOT / "docs" / "how-to.md").read_text(encoding="utf-8").split())
     assert f"a step was {times[0]} to {times[-1]} times as fast there" in guide
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`--dtype bf16` makes steps {times[0]} to {times[-1]} times as fast where" in readme
     for each in half["results"]:
         exact, *rounded = (losses[0] for losses in each["first_losses"].values())
         assert rounded[0] == rounded[1]
