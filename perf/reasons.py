@@ -1,4 +1,4 @@
-"""The pictures of docs/findings.md, reasons-*.png, from committed records.
+"""The pictures of docs/findings, reasons-*.png, from committed records.
 
 Run: python perf/reasons.py
 """

@@ -19,6 +19,14 @@ TWENTY = "per-task-prompt, prompt_length 20"
 KINDS = ("banking77", "dbpedia-14", "yahoo", "emotion", "others")
 
 
+def findings(name: str = "*") -> str:
+    """The pages of findings, one after another, or one of them."""
+    pages = sorted((ROOT / "docs" / "findings").glob(f"{name}.md"))
+    if name == "*":
+        pages.insert(0, ROOT / "docs" / "findings.md")
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
 def records_in(folder: str, model: str = "") -> dict[str, dict[tuple[str, int], dict]]:
     """Of each method, with what its preset was changed to, its records by order and seed."""
     found: dict[str, dict[tuple[str, int], dict]] = {}

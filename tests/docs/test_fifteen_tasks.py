@@ -18,6 +18,7 @@ from tests.docs.committed import (
     ROOT,
     TWENTY,
     between,
+    findings,
     flip_p,
     records_in,
     seed_means,
@@ -27,7 +28,7 @@ from tests.docs.committed import (
 
 
 def test_the_findings_on_the_long_sequence_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     runs = records_in("long-smollm2")
     rules = {rule: runs.pop(f"q-tuning, eviction {rule}") for rule in ("fifo", "random")}
     seeds = {method: seed_means(own) for method, own in runs.items()}
@@ -207,7 +208,7 @@ def test_the_reports_comparison_over_the_orders_is_that_of_the_summary() -> None
 
 
 def test_the_findings_on_the_short_sequence_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
     orders = ("order-01", "order-02", "order-03")
     runs = {m.removesuffix(", shots 16"): own for m, own in records_in("short-smollm2").items()}
@@ -255,7 +256,7 @@ PARTS = {
 
 
 def test_the_findings_on_parts_of_q_tuning_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
     found = records_in("ablations-smollm2")
     runs = {label.removeprefix("q-tuning, "): own for label, own in found.items()}
@@ -325,7 +326,7 @@ def test_the_findings_on_parts_of_q_tuning_are_those_of_the_records() -> None:
 
 
 def test_the_findings_on_shots_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     claims = (ROOT / "REPRODUCIBILITY.md").read_text(encoding="utf-8")
     runs, few = records_in("shots-smollm2"), records_in("long-smollm2")
     lines = []
@@ -350,7 +351,7 @@ def test_the_findings_on_shots_are_those_of_the_records() -> None:
 
 def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
     """To the last bit; where one did, the findings have the difference."""
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     runs = records_in("long-smollm2")
     gains: dict[str, list[float]] = {}
     for key, record in runs["q-tuning-plus"].items():
@@ -388,7 +389,7 @@ def test_where_no_earlier_task_helped_plus_is_the_control() -> None:
 
 
 def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     runs = json.loads((ROOT / "results" / "long-smollm2-nine.json").read_text())["scores"]
     seeds = {
         method: [
@@ -426,7 +427,7 @@ def test_the_findings_on_nine_tasks_are_those_of_the_scores() -> None:
 
 
 def test_the_findings_on_transfer_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     runs, expected = records_in("long-smollm2"), []
     for method, own in runs.items():
         seeds = sorted({seed for _, seed in own})
@@ -443,7 +444,7 @@ def test_the_findings_on_transfer_are_those_of_the_records() -> None:
 
 def test_what_the_findings_say_in_short_is_what_they_say() -> None:
     """Every figure of the summary stands in the sections, where it is compared with the records."""
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     short, rest = page.split("## In short\n")[1].split("## A long prompt of its own", 1)
     words = " ".join(rest.split())
     for figure, said in (

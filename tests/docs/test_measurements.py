@@ -10,11 +10,11 @@ import pytest
 
 from qtuning.report.gather import gather
 from qtuning.summary import summarise
-from tests.docs.committed import ROOT, between
+from tests.docs.committed import ROOT, between, findings
 
 
 def test_the_findings_figures_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings("reasons")
     averaged = json.loads((ROOT / "results" / "tuning-smollm2-averaged.json").read_text())["tried"]
     words = page.split("## Averaging the prompt")[1].split("The first round")[0]
     words += page.split("## What was tried")[1]

@@ -8,7 +8,16 @@ from typing import Any
 from qtuning.report.export import to_markdown
 from qtuning.report.gather import gather
 from qtuning.report.tables import group_runs
-from tests.docs.committed import CONTROL, ORDERS, ROOT, between, records_in, seeds_of, told
+from tests.docs.committed import (
+    CONTROL,
+    ORDERS,
+    ROOT,
+    between,
+    findings,
+    records_in,
+    seeds_of,
+    told,
+)
 
 
 def check_what_is_said_of_order_nine(results: list[dict[str, Any]], page: str) -> None:
@@ -115,7 +124,7 @@ def test_the_findings_on_encoders_are_those_of_the_records() -> None:
     assert "level with the shared prompt (0.2 above on both)" in words
     said = "all-MiniLM-L6-v2: {}, ProgPrompt {}, per-task prompt {}; BGE-small: {}, {}, {}"
     assert said.format(*cells) in claims
-    findings = " ".join((ROOT / "docs" / "findings.md").read_text(encoding="utf-8").split())
+    answers = " ".join(findings().split())
     cells = [
         f"{mean(seeds[m][model]):.1f}"
         for m, model in (
@@ -128,12 +137,12 @@ def test_the_findings_on_encoders_are_those_of_the_records() -> None:
         )
     ]
     said = "have {} and {} on all-MiniLM-L6-v2, {} and {} on BGE-small, and Q-tuning {} and {}"
-    assert said.format(*cells) in findings
+    assert said.format(*cells) in answers
     probe = seeds["linear-probe"]
     said = (
         "has {:.1f} and {:.1f}: on BGE-small, on which nothing was tuned, it is above every prompt"
     )
-    assert said.format(mean(probe["minilm"]), mean(probe["bge-small"])) in findings
+    assert said.format(mean(probe["minilm"]), mean(probe["bge-small"])) in answers
     assert f"a linear probe has {mean(probe['bge-small']):.1f} |" in claims
     for method, own in seeds.items():
         if method != "linear-probe":

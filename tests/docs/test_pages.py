@@ -24,7 +24,7 @@ from qtuning.serve.run import free_port
 from tests.conftest import make_model, make_tokenizer
 from tests.docs.committed import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "REPRODUCIBILITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "REPRODUCIBILITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SLOW = ("qtuning demo", "make ", "cd ", "git ", "pip ", "source ")
 """Commands that other tests run, or that set up a machine."""
 
@@ -100,10 +100,18 @@ def test_commands_on_ray_run(workplace: Path, call) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)", text):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    for target, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not place or place in headings(file), f"{target}#{place}"
+
+
+def headings(page: Path) -> set[str]:
+    """As links name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_readmes_figures_are_those_of_the_records() -> None:

@@ -16,6 +16,7 @@ from tests.docs.committed import (
     ROOT,
     TWENTY,
     between,
+    findings,
     kind_of,
     minutes,
     records_in,
@@ -26,7 +27,7 @@ from tests.docs.committed import (
 
 
 def test_the_findings_on_seventy_tasks_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     runs = records_in("lifelong-smollm2")
     methods = ("q-tuning", "per-task-prompt", "shared-prompt")
     runs = {method: own for method, own in runs.items() if method in methods}
@@ -129,7 +130,7 @@ def test_the_findings_on_seventy_tasks_are_those_of_the_records() -> None:
 
 
 def test_the_findings_on_parts_of_q_tuning_in_seventy_tasks_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     words = " ".join(page.split())
     runs = records_in("lifelong-smollm2")
     alone = "q-tuning, retention none, scale false, shared_length 0"
@@ -222,7 +223,7 @@ def test_the_findings_on_parts_of_q_tuning_in_seventy_tasks_are_those_of_the_rec
 
 
 def test_the_findings_on_twenty_steps_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     words = " ".join(page.split())
     runs, longer = records_in("quick-smollm2"), records_in("lifelong-smollm2")
     assert {len(own) for own in runs.values()} == {9}
@@ -373,7 +374,7 @@ def test_the_findings_on_twenty_steps_are_those_of_the_records() -> None:
 def test_all_seventy_tasks_of_an_encoder_are_answered_as_when_learnt() -> None:
     runs = {label.split(",")[0]: own for label, own in records_in("lifelong-minilm").items()}
     (record,), (other,) = (runs[m].values() for m in ("q-tuning", "per-task-prompt"))
-    page = " ".join((ROOT / "docs" / "findings.md").read_text(encoding="utf-8").split())
+    page = " ".join(findings().split())
     tasks = list(record["tasks"].items())
     assert len(tasks) == 70
     assert record["backward_transfer"] == 0

@@ -14,6 +14,7 @@ from tests.docs.committed import (
     ORDERS,
     ROOT,
     between,
+    findings,
     minutes,
     records_in,
     seed_means,
@@ -23,7 +24,7 @@ from tests.docs.committed import (
 
 
 def test_the_findings_on_trained_weights_are_those_of_the_records() -> None:
-    page = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    page = findings()
     words = " ".join(page.split())
     weights = records_in("finetuning-smollm2")
     nine = {**records_in("long-smollm2"), **weights}
