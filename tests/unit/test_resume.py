@@ -304,7 +304,7 @@ def test_a_damaged_state_is_named(place: Path) -> None:
     assert process.wait(timeout=120) == 2
     error = process.stderr.read().decode()
     assert "is damaged or missing" in error
-    assert "to begin that run again" in error
+    assert "its pack begins anew" in error
     assert len(error.strip().splitlines()) == 1
 
 
