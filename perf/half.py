@@ -106,7 +106,7 @@ def main() -> None:
         f"--rounds {given.rounds} --steps {given.steps}",
         "date": date.today().isoformat(),
         "versions": {
-            "device": _processor(),
+            "device": processor(),
             "threads": torch.get_num_threads(),
             "capability": torch.backends.cpu.get_cpu_capability(),
             "multiplies_bf16": torch.cpu._is_avx512_bf16_supported(),
@@ -120,7 +120,8 @@ def main() -> None:
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name and cores."""
     facts = Path("/proc/cpuinfo")
     names = facts.read_text().splitlines() if facts.exists() else []
     name = next((line.split(": ", 1)[1] for line in names if line.startswith("model name")), "CPU")

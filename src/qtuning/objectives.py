@@ -8,6 +8,7 @@ positions past the end of a shorter answer, and examples that only fill a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,45 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"
     )
     return _mean(each.view(targets.shape), targets)
+
+
+def cross_entropy_in_parts(
+    hidden: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], at_once: int
+) -> Tensor:
+    """`cross_entropy` of read-outs [n, t, h] with targets [n, t], never with more than `at_once` rows of logits.
+
+    For answers as long as texts, whose logits are a hundred million numbers: a few rows at a time stay in a processor's
+    cache. Read-outs alone have a gradient.
+    """
+    kept = targets != IGNORE
+    total: Tensor = _InParts.apply(hidden[kept], targets[kept], logits_of, at_once)  # type: ignore[no-untyped-call]
+    return total / kept.sum().clamp(min=1)
+
+
+class _InParts(torch.autograd.Function):
+    """The summed cross-entropy of read-outs [n, h], whose gradient is found beside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, targets: Tensor, logits_of: Callable[[Tensor], Tensor], at_once: int
+    ) -> Tensor:  # fmt: skip
+        """Of what `cross_entropy_in_parts` takes."""
+        gradient, total = torch.empty_like(hidden), torch.zeros((), device=hidden.device)
+        for first in range(0, len(hidden), at_once):
+            rows = slice(first, first + at_once)
+            with torch.enable_grad():
+                own = hidden[rows].detach().requires_grad_()
+                loss = F.cross_entropy(logits_of(own), targets[rows], reduction="sum")
+            (gradient[rows],) = torch.autograd.grad(loss, own)
+            total = total + loss.detach()
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> tuple[Tensor | None, ...]:
+        """Times what stands above."""
+        (gradient,) = ctx.saved_tensors
+        return above.to(gradient) * gradient, None, None, None
 
 
 def kl_retention(new_logits: Tensor, old_logits: Tensor, targets: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from qtuning.objectives import (
     IGNORE,
     cross_entropy,
+    cross_entropy_in_parts,
     discriminate,
     jsd_retention,
     kl_retention,
@@ -26,6 +27,36 @@ def test_cross_entropy_against_numpy_with_padding() -> None:
     logs = logits.numpy() - np.log(np.exp(logits.numpy()).sum(-1, keepdims=True))
     expected = -(logs[0, 0, 1] + logs[0, 1, 4] + logs[1, 0, 0] + logs[2, 0, 2]) / 4
     assert float(cross_entropy(logits, targets)) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 100])
+def test_cross_entropy_in_parts_is_cross_entropy(at_once: int) -> None:
+    """Value and gradient, of numbers that have been through a layer; no more logits at once than asked."""
+    weight, above = torch.randn(11, 5, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
+    states = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (3, 4))
+    targets[1, 2:] = IGNORE
+    rows = []
+
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(hidden[..., 0].numel())
+        return hidden @ weight.T
+
+    whole = 0.3 * cross_entropy(logits_of(states @ above), targets)
+    rows.clear()
+    parts = 0.3 * cross_entropy_in_parts(states @ above, targets, logits_of, at_once)
+    assert sum(rows) == 10
+    assert max(rows) <= at_once
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-12)
+    expected, found = (torch.autograd.grad(loss, states)[0] for loss in (whole, parts))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_nothing_to_write_costs_nothing() -> None:
+    states = torch.randn(2, 3, 5, requires_grad=True)
+    loss = cross_entropy_in_parts(states, torch.full((2, 3), IGNORE), lambda h: h, 4)
+    assert float(loss.detach()) == 0
+    assert not torch.autograd.grad(loss, states)[0].any()
 
 
 def test_kl_by_hand_and_by_torch() -> None:

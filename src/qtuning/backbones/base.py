@@ -320,7 +320,8 @@ class Backbone:
                 line[: len(sequence)] = sequence
             return torch.from_numpy(filled).to(self.device)
 
-        ids = padded([row.tokens.ids for row in rows], self.pad_id)
+        # one token at least: rows may be prompt and answer alone, and a look-up wants a place to look
+        ids = padded([row.tokens.ids or (self.pad_id,) for row in rows], self.pad_id)
         types = torch.zeros_like(ids)
         if any(row.tokens.types for row in rows):
             types = padded([row.tokens.types or (0,) * len(row.tokens.ids) for row in rows])
@@ -347,8 +348,10 @@ class Backbone:
         """
         raise NotImplementedError
 
-    def hidden_after(self, reading: Reading, prefixes: Any, tasks: Tensor) -> Tensor:
-        """The same for rows without slots, after prompts that were read before; see `remembers_prompts`."""
+    def hidden_after(
+        self, reading: Reading, prefixes: Any, tasks: Tensor, bank: Tensor | None = None
+    ) -> Tensor:
+        """The same after prompts or texts that were read before; see `remembers_prompts`."""
         raise NotImplementedError
 
     def text_states(self, batch: Batch) -> Tensor:

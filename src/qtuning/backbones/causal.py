@@ -185,11 +185,14 @@ class CausalBackbone(VocabularyBackbone):
         layers = passed.past_key_values.layers
         return torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in layers])
 
-    def hidden_after(self, reading: Reading, prefixes: Prefixes, tasks: Tensor) -> Tensor:
-        """[p, t, h] of rows without slots, each after the remembered prompt of its task [n]."""
+    def hidden_after(
+        self, reading: Reading, prefixes: Prefixes, tasks: Tensor, bank: Tensor | None = None
+    ) -> Tensor:
+        """[p, t, h] of rows, each after what is remembered of its task [n]; `bank` where they have slots, too."""
         cache, filled = prefixes.of(tasks)
-        none = torch.zeros(0, self.embed_dim, dtype=self.lane_dtype, device=self.device)
-        return self._read_branches(reading, none, cache, filled)
+        if bank is None:
+            bank = torch.zeros(0, self.embed_dim, dtype=self.lane_dtype, device=self.device)
+        return self._read_branches(reading, bank, cache, filled)
 
     def _read_branches(
         self, reading: Reading, bank: Tensor, cache: Any = None, filled: Tensor | None = None
@@ -217,7 +220,7 @@ class CausalBackbone(VocabularyBackbone):
             seen = torch.cat([remembered, seen], dim=2)
             place = place + filled[:, None]
         mask = torch.full(seen.shape, MASKED, dtype=self.dtype, device=self.device)
-        with self._passing:
+        with self.attending(QUICK) if torch.is_grad_enabled() else self._passing:
             states: Tensor = self.model.base_model(
                 inputs_embeds=embeds,
                 attention_mask=mask.masked_fill_(seen, 0.0)[:, None],

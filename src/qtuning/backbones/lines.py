@@ -123,11 +123,14 @@ class Line:
         prompts, rows = len(reading.prompt), len(reading.length)
         steps = torch.arange(reading.path.shape[1] + 1, device=states.device)
         step = torch.minimum(steps, reading.reads[:, None] - 1)
-        first = (self.starts[prompts + reading.owner] + reading.length[reading.owner])[:, None] - 1
-        places = first + step
+        length = reading.length[reading.owner]
+        path = self.starts[prompts + reading.owner] + length
+        # a text may be empty: then the prompt says how the answer begins
+        prompt_ends = self.starts[1 + reading.group[reading.owner]]
+        first = torch.where(length > 0, path, prompt_ends) - 1
         if not reading.is_single:
-            paths = self.starts[prompts + rows : -1, None] + step - 1
-            places = torch.where(step == 0, first, paths)
+            path = self.starts[prompts + rows : -1]
+        places = torch.where(step == 0, first[:, None], path[:, None] + step - 1)
         return states.index_select(0, places.flatten()).view(*places.shape, -1)
 
 

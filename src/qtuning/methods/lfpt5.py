@@ -17,12 +17,11 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qtuning.backbones import AnswerSet, Backbone, Row
 from qtuning.backbones.base import AFTER_TEXT
@@ -30,6 +29,7 @@ from qtuning.backbones.vocabulary import VocabularyBackbone
 from qtuning.config import MethodSettings, TrainSettings
 from qtuning.lanes import Report
 from qtuning.methods import MethodInfo, register
+from qtuning.methods.rehearsing import LFPT5Loss
 from qtuning.prompts import sample_vocabulary_rows
 from qtuning.seeding import derive_seed, torch_generator
 from qtuning.snapshots import Snapshot, TaskCard, added
@@ -91,97 +91,6 @@ class LFPT5State:
         return self.view, replace(self.snapshots[name], rows=self.prompt)
 
 
-class LFPT5Loss:
-    """A task's examples, the same to be written, and pseudo-samples of earlier tasks, in few passes.
-
-    A card waits for kernels to be launched, so that a pass for each earlier task would cost as much as the task: there
-    pseudo-samples stand beside the task. On a CPU padding costs more, and all of them have one pass of their own.
-    """
-
-    def __init__(
-        self,
-        train: Examples,
-        writing: Examples,
-        pseudo: Sequence[Examples],
-        old_prompt: Tensor,
-        settings: MethodSettings,
-    ):
-        self.backbone, self.settings = train.backbone, settings
-        self.train, self.writing = train, writing
-        self.pseudo = _first_tokens(pseudo) if pseudo else None
-        again = [self.pseudo] if self.pseudo else []
-        is_one = _share_a_pass(self.backbone.device)
-        parts = [[train, *again]] if is_one else [[train], *([each] for each in again)]
-        # what is written is longer than the rest, which would be padded to it
-        self.passes = [_Joined(own) for own in (*parts, [writing])]
-        if self.pseudo:
-            shares = [1 / len(each) for each in pseudo for _ in range(len(each))]
-            self.shares = torch.tensor(shares, dtype=old_prompt.dtype, device=old_prompt.device)
-            with torch.no_grad():
-                read = self.backbone.hidden(self.pseudo.reading, old_prompt)
-                self.old = self._log_probs(read)
-
-    def __len__(self) -> int:
-        return len(self.train)
-
-    def loss(self, batch: Sequence[int]) -> Tensor:
-        """The task's, with writing and rehearsal."""
-        places: list[Sequence[int]] = [batch, batch]
-        if self.pseudo:
-            places.insert(1, range(len(self.pseudo)))
-        waiting = iter(places)
-        own, *again, written = [
-            hidden
-            for each in self.passes
-            for hidden in each.hidden(list(islice(waiting, len(each.firsts))))
-        ]
-        lm = self.writing.loss(batch, written)
-        total = self.train.loss(batch, own) + self.settings.lm_weight * lm
-        share = self.settings.pseudo_share
-        return total + share / (1 - share) * self.rehearsal(*again) if again else total
-
-    def rehearsal(self, hidden: Tensor) -> Tensor:
-        """KL(old || new), mean over the pseudo-samples of each earlier task, summed over tasks."""
-        new = self._log_probs(hidden)
-        each = F.kl_div(new, self.old, reduction="none", log_target=True).sum(dim=-1)
-        return (each * self.shares).sum()
-
-    def _log_probs(self, hidden: Tensor) -> Tensor:
-        """[n, v]: the distribution of the first answer token."""
-        return F.log_softmax(self.backbone.logits(hidden[:, :1], None)[:, 0], dim=-1)
-
-
-class _Joined:
-    """Several sets of examples with the same prompt, read in one pass."""
-
-    def __init__(self, parts: Sequence[Examples]):
-        self.backbone, self.bank = parts[0].backbone, parts[0].bank()
-        self.firsts = [0, *accumulate(len(part) for part in parts[:-1])]
-        self.lengths = [length for part in parts for length in part.lengths]
-        self.reading = self.backbone.prepare([row for part in parts for row in part.rows])
-
-    def hidden(self, places: Sequence[Sequence[int]]) -> Sequence[Tensor]:
-        """Read-outs [n, t, h] of some of each part."""
-        rows = [k + i for k, own in zip(self.firsts, places, strict=True) for i in own]
-        index = torch.tensor(rows, device=self.backbone.device)
-        reading = self.reading.at(index, max(self.lengths[i] for i in rows))
-        return torch.split(self.backbone.hidden(reading, self.bank), [len(own) for own in places])
-
-
-def _share_a_pass(device: torch.device) -> bool:
-    """Whether pseudo-samples are read beside the task's examples."""
-    return device.type == "cuda"
-
-
-def _first_tokens(parts: Sequence[Examples]) -> Examples:
-    """All examples of several tasks as those of one, answered by their first tokens."""
-    tokens = [each for part in parts for each in part.tokens]
-    answers = [part.answers.sequences[label][:1] for part in parts for label in part.labels]
-    return Examples(
-        parts[0].backbone, AnswerSet.build(answers), None, tokens, range(len(tokens)), parts[0].prompt
-    )  # fmt: skip
-
-
 class LFPT5:
     """The method, bound to a backbone and its settings."""
 
@@ -218,7 +127,7 @@ class LFPT5:
         self.view.recorded = recorded_passes(self.view, [])
         try:
             facts = fit_weights(
-                LFPT5Loss(train, writing, pseudo, old, self.settings),
+                LFPT5Loss(train, writing, pseudo, old, self.settings, self.backbone),
                 validation,
                 task.metric,
                 self.train,
