@@ -38,6 +38,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from qtuning.data import fingerprint
 from qtuning.errors import RecordError
 from qtuning.files import sha256_of, write_atomic
 from qtuning.fit import FitState
@@ -140,6 +141,8 @@ class RunJournal(Journal):
     def __init__(self, methods: Sequence[Any], folders: Sequence[Path], pack: Path):
         self.methods, self.folders, self.pack = list(methods), list(folders), pack
         self.generation = 0
+        self._rows: list[dict[str, str]] = []
+        """The fingerprint of every task's rows, of each run in the order of its stream."""
         self._noted: dict[Path, tuple[int, int]] = {}
         """Tasks done and epoch of each run's latest event."""
 
@@ -147,6 +150,9 @@ class RunJournal(Journal):
 
     def resume(self, runs: Sequence[StreamRun]) -> list[FitState] | None:
         """Put the runs where the last commit left them, unless some of them were begun anew in other company since."""
+        self._rows = [
+            {name: fingerprint(split) for name, split in run.splits.items()} for run in runs
+        ]
         if not self.pack.exists():
             self._begin("were begun in other company")
             return None
@@ -162,6 +168,12 @@ class RunJournal(Journal):
             else:
                 self._begin("were begun again in other company since")
             return None
+        for folder, now, (_, facts) in zip(self.folders, self._rows, states, strict=True):
+            if [*facts.get("rows", now).items()] != [*now.items()]:
+                raise RecordError(
+                    f"{folder} was begun with other tasks or texts than its stream has now; put them back, or remove "
+                    f"the folder to begin again."
+                )
         fits: list[FitState] = []
         for run, folder, method, (tensors, facts) in zip(
             runs, self.folders, self.methods, states, strict=True
@@ -227,6 +239,7 @@ class RunJournal(Journal):
                 tensors |= {f"fit.{key}": tensor for key, tensor in fits[i][0].items()}
             recorded = {
                 "pack": self.pack.name,
+                "rows": self._rows[i],
                 "done": run.done,
                 "seconds": run.seconds,
                 "parts": run.parts,

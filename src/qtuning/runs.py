@@ -18,9 +18,9 @@ import yaml
 from torch import Tensor
 
 from qtuning import __version__
-from qtuning.backbones import Backbone, load_backbone
+from qtuning.backbones import DTYPES, READOUTS, Backbone, load_backbone
 from qtuning.config import MethodSettings, TrainSettings, make_settings, settings_dict
-from qtuning.data import fingerprint, load_stream
+from qtuning.data import fingerprint, load_stream, load_task
 from qtuning.errors import ConfigError, RecordError, unknown
 from qtuning.evaluation import (
     average_score,
@@ -34,7 +34,7 @@ from qtuning.files import sha256_of
 from qtuning.lanes import Report
 from qtuning.methods import get_method, make_method
 from qtuning.presets import get_preset
-from qtuning.protocols import PROTOCOLS
+from qtuning.protocols import PROTOCOLS, make_split
 from qtuning.queue import shares_kept
 from qtuning.records import (
     SCHEMA,
@@ -50,7 +50,7 @@ from qtuning.records import (
 )
 from qtuning.snapshots import EVALUATE_WITH
 from qtuning.stream_loop import INNER_CELL_ROWS, Course, StreamRun, run_streams
-from qtuning.streams import get_stream
+from qtuning.streams import get_stream, is_file_name
 from qtuning.tasks import Task
 
 Loaded = dict[str, Backbone]
@@ -81,6 +81,7 @@ class RunConfig:
 
     def resolved(self) -> RunConfig:
         """With every default filled in and every name checked; no model is loaded for it."""
+        self._check_kinds()
         stream = get_stream(self.stream)
         protocol = self.protocol or stream.protocol
         if protocol not in PROTOCOLS:
@@ -97,6 +98,23 @@ class RunConfig:
         make_settings(**given)
         return RunConfig(**{**asdict(self), "protocol": protocol, "settings": given})
 
+    def _check_kinds(self) -> None:
+        """Refuse values of a wrong kind, as a YAML may hold them."""
+        for name, wish, is_right in (
+            ("stream", "a name or a file", isinstance(self.stream, str)),
+            ("method", "a name", isinstance(self.method, str)),
+            ("model", "a name or a folder", isinstance(self.model, str)),
+            ("settings", "a mapping of settings to values", isinstance(self.settings, Mapping)),
+            ("test_limit", "a whole number, or 0 for all", _is_count(self.test_limit)),
+            ("inner_rows", "a whole number, or 0 for none", _is_count(self.inner_rows)),
+            ("max_length", "a whole number", _is_count(self.max_length or 0)),
+        ):
+            if not is_right:
+                raise ConfigError(f"{name} must be {wish}, got {getattr(self, name)!r}.")
+        for name, known in (("dtype", DTYPES), ("readout", READOUTS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(unknown(name, str(getattr(self, name)), known))
+
     def short_hash(self) -> str:
         """Eight hex digits that name this config."""
         return sha256_of(json.dumps(asdict(self), sort_keys=True).encode())[:8]
@@ -112,7 +130,18 @@ def read_run_config(raw: dict[str, Any], source: str) -> RunConfig:
         raise ConfigError(
             f"{source}: the key 'stream' is missing; name one that `qtuning ls streams` prints."
         )
-    return RunConfig(**raw)
+    return RunConfig(**numbered(raw))
+
+
+def numbered(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A YAML's mapping with `test_limit: all` as the number that means it."""
+    return {
+        key: 0 if (key, value) == ("test_limit", "all") else value for key, value in raw.items()
+    }
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def run_folder(root: Path, config: RunConfig, seed: int) -> Path:
@@ -159,6 +188,8 @@ def run_together(
     def unfinished() -> list[int]:
         return [i for i, folder in enumerate(folders) if not (folder / "result.json").exists()]
 
+    for i in {*range(len(folders))} - {*unfinished()}:
+        _check_unchanged(folders[i], *wanted[i])
     if todo := unfinished():
         with locked([folders[i] for i in todo]):
             if todo := unfinished():
@@ -279,6 +310,28 @@ def _check_config(folder: Path, config: RunConfig, seed: int) -> None:
     if file.exists() and file.read_text(encoding="utf-8") != _config_text(config, seed):
         raise RecordError(
             f"{file} was changed since the run began; put it back, or remove the folder {folder} to begin again."
+        )
+
+
+def _check_unchanged(folder: Path, config: RunConfig, seed: int) -> None:
+    """Refuse the record of a stream whose tasks, or whose tables of the user's, are others now."""
+    record = read_json(folder / "result.json")
+    then = {name: facts["fingerprint"] for name, facts in record["tasks"].items()}
+    now = {}
+    for name in get_stream(config.stream).tasks:
+        if not is_file_name(name):
+            now[name] = then.get(name)
+        elif not Path(name).exists():  # gone, but what was learnt of it stands
+            now[Path(name).stem] = then.get(Path(name).stem)
+        else:
+            task, own = load_task(name), record["settings"]
+            shots, limit = own["shots"], own["validation_limit"]
+            split = make_split(config.protocol, task, shots, seed, limit, config.test_limit)
+            now[task.name] = fingerprint(split)
+    if list(now.items()) != list(then.items()):
+        raise RecordError(
+            f"{folder} is the record of other tasks or texts than {config.stream!r} has now; remove it, or choose "
+            f"another output folder."
         )
 
 

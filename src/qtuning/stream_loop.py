@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qtuning.backbones import Backbone
 from qtuning.config import TrainSettings
-from qtuning.errors import ConfigError, unknown
+from qtuning.errors import ConfigError, TaskError, unknown
 from qtuning.evaluation import Matrix, score_parts, score_predictions
 from qtuning.fit import FitState
 from qtuning.keys import Finder, keys_of, learn_keys, read_features, with_key
@@ -197,12 +197,22 @@ def run_stream(
 
 def _begin(course: Course, protocol: str, test_limit: int) -> StreamRun:
     tasks, seed, train = course.tasks, course.seed, course.train
+    names = tuple(task.name for task in tasks)
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ConfigError(
+                f"two tasks of the stream are named {name!r}; rename one, or its file."
+            )
     splits = {
         task.name: make_split(protocol, task, train.shots, seed, train.validation_limit, test_limit)
         for task in tasks
     }
+    for name, split in splits.items():
+        if not len(split.test):
+            raise TaskError(
+                f"task {name!r} has no row left to test with ({split.sizes}); give it more rows, or fewer shots."
+            )
     matrix = np.full((len(tasks) + 1, len(tasks)), np.nan)
-    names = tuple(task.name for task in tasks)
     state = course.method.start(seed)
     learns_last = hasattr(course.method, "put_by")
     return StreamRun(

@@ -19,7 +19,7 @@ from typing import Any
 from qtuning.errors import ConfigError, QTuningError, unknown
 from qtuning.progress import LearningBar
 from qtuning.ray_cluster import cause_of, connected, largest_node
-from qtuning.runs import Loaded, RunConfig, company_of, run_folder, run_together
+from qtuning.runs import Loaded, RunConfig, company_of, numbered, run_folder, run_together
 
 LISTS = ("streams", "methods", "models", "presets")
 """What a sweep lists; `RunConfig` has one of each."""
@@ -141,7 +141,7 @@ def read_sweep(raw: Mapping[str, Any], source: str) -> Sweep:
     together = raw.get("together", False)
     if not isinstance(together, bool) and together != "streams":
         raise ConfigError(f"{source}: together must be true, false or streams, got {together!r}.")
-    fixed = {key: raw[key] for key in FIXED if key in raw}
+    fixed = numbered({key: raw[key] for key in FIXED if key in raw})
     settings = dict(raw.get("settings") or {})
     return Sweep(**lists, settings=settings, vary=vary, fixed=fixed, together=together)
 

@@ -22,8 +22,8 @@ from qtuning.backbones.reading import Reading, Row, Tokens
 from qtuning.backbones.sources import SOURCES, how_to_get, resolve
 from qtuning.errors import BackboneError, ConfigError, QTuningError, unknown
 
-__all__ = ["SOURCES", "AnswerSet", "Backbone", "Head", "Reading", "Row", "Tokens", "load_backbone",
-           "weights_sha256", "wrap_model"]  # fmt: skip
+__all__ = ["DTYPES", "READOUTS", "SOURCES", "AnswerSet", "Backbone", "Head", "Reading", "Row", "Tokens",
+           "load_backbone", "weights_sha256", "wrap_model"]  # fmt: skip
 
 FAMILIES = {
     "encoder": ("AutoModel", "qtuning.backbones.encoder:EncoderBackbone"),
