@@ -48,7 +48,10 @@ class LFPT5Loss:
         again = [self.pseudo] if self.pseudo else []
         self.passes: list[_Pass]
         if _reads_texts_once(self.backbone, plain):
-            self.passes = [*(_AfterTexts(each) for each in (train, *again)), _Line(writing, plain)]
+            self.passes = [
+                *(_AfterTexts(each) for each in (train, *again)),
+                _FromName(writing, plain),
+            ]
         else:
             is_one = _share_a_pass(self.backbone.device)
             parts = [[train, *again]] if is_one else [[train], *([each] for each in again)]
@@ -147,15 +150,15 @@ class _AfterTexts:
         return [self.backbone.hidden_after(reading, self.texts, index, self.bank)]
 
 
-class _Line:
-    """Examples with one text, of which the answers differ: text and prompt are read once for a step."""
+class _FromName:
+    """Examples that are written from one text, the task's name: name and prompt are read once for a step."""
 
     parts = 1
 
     def __init__(self, examples: Examples, plain: Backbone):
         self.backbone, self.prompt = plain, examples.bank()
-        self.text = plain.embed(torch.tensor(examples.rows[0].tokens.ids)).to(self.prompt)
-        slots = range(len(self.text) + len(self.prompt))
+        self.name = plain.embed(torch.tensor(examples.rows[0].tokens.ids)).to(self.prompt)
+        slots = range(len(self.name) + len(self.prompt))
         self.rows = [Row(Tokens(()), slots, each.paths) for each in examples.rows]
 
     def hidden(self, places: Sequence[Sequence[int]]) -> Sequence[Tensor]:
@@ -163,7 +166,7 @@ class _Line:
         rows = [self.rows[i] for i in places[0]]
         reading = self.backbone.prepare(rows)
         extent = Extent.of(rows, self.backbone.device)
-        bank = torch.cat([self.text, self.prompt])
+        bank = torch.cat([self.name, self.prompt])
         return [self.backbone.hidden(replace(reading, extent=extent), bank)]
 
 
