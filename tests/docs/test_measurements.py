@@ -187,7 +187,7 @@ def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
     ]
     assert max(each["largest_difference_of_first_losses"] for each in record["results"]) <= 0.05
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{record['ratio']:.1f} times as fast again for {record['lanes']} runs" in readme
+    assert f"another {record['ratio']:.1f} times as fast for {record['lanes']} runs" in readme
     assert f"`{record['command']}`" in page
     on_cpu = json.loads((results / "padding-cpu.json").read_text())
     assert between(page, "cpu-lines") == [
