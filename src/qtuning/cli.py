@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,7 +20,10 @@ from qtuning.cli_runs import counted, parse_settings, report, run, summary, vali
 from qtuning.cli_serve import serve
 from qtuning.cli_sweep import sweep
 from qtuning.cli_tune import tune
-from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
+from qtuning.errors import CollectionError, ConfigError, QTuningError, TaskError, unknown
+
+if TYPE_CHECKING:
+    from qtuning.tuner import QTuner
 
 app = typer.Typer(
     help="Continual few-shot learning on one frozen language model (Q-tuning, arXiv 2404.14607).",
@@ -192,7 +196,12 @@ def learn(
         check_target(collection)
         tuner = QTuner(**given, device=device, **chosen)
     facts = tuner.learn(task, replace=replace)
-    tuner.save_pretrained(collection)
+    try:
+        tuner.save_pretrained(collection)
+    except CollectionError:  # others saved while this was learnt
+        tuner = _join(tuner, collection, task.name, replace)
+        note = "the collection was changed meanwhile: the task joined it, but later tasks do not build on it"
+        facts = {**facts, "version": tuner.version(task.name), "notes": [*facts["notes"], note]}
     if as_json:
         _print_json(facts)
         return
@@ -476,6 +485,23 @@ def _show_collection(folder: Path, as_json: bool) -> None:
             str(saved.versions[name]),
         )
     console.print(table)
+
+
+def _join(tuner: QTuner, folder: Path, name: str, replace: bool) -> QTuner:
+    """The collection that others left in the folder, with our new task; what cannot join is kept beside it."""
+    try:
+        newest = tuner.from_pretrained(folder, model=tuner.backbone)
+        newest.add_prompt(tuner.state.snapshots[name], replace=replace)
+        newest.save_pretrained(folder)
+        return newest
+    except QTuningError as error:
+        place = folder.resolve()
+        kept = mkdtemp(prefix=f"{place.name}-{name}-", dir=place.parent)
+        tuner.save_pretrained(kept)
+        raise CollectionError(
+            f"{folder} was changed while {name!r} was learnt, and the task cannot join it: {error} "
+            f"What was learnt is kept in {kept}; use that collection, or learn the task again."
+        ) from error
 
 
 def _percent(value: float | None) -> str:

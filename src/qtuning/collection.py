@@ -40,6 +40,12 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 MANIFEST = "manifest.json"
 OURS = re.compile(r"tasks|teaching|state-\w+\.safetensors|manifest\.json|README\.md|\..*")
 """Names a collection may leave in its folder, also when its first save was cut short."""
+CUT_SHORT = re.compile(
+    r"\.(manifest\.json|README\.md|task\.json|(state-\w+|snapshot)\.safetensors)\.[a-z0-9_]{8}"
+)
+"""Names under which `write_atomic` leaves our files when it is killed; other dot files are the user's."""
+TRIES = 10
+"""To read or change a collection that others are changing."""
 BACKBONE_KEYS = ("name", "family", "fingerprint", "dtype", "readout", "max_length")
 
 
@@ -128,7 +134,21 @@ def check_target(folder: Path) -> None:
 
 
 def read_collection(folder: Path) -> tuple[Collection, str]:
-    """A collection whose every file is whole, and its manifest's sha256."""
+    """A collection whose every file is whole, and its manifest's sha256.
+
+    Others may be saving it: files can go while it is read, and then there is a newer one.
+    """
+    for _ in range(TRIES):
+        before = manifest_sha(folder)
+        try:
+            return _read(folder)
+        except CollectionError:
+            if manifest_sha(folder) == before:
+                raise
+    return _read(folder)
+
+
+def _read(folder: Path) -> tuple[Collection, str]:
     data = _manifest_bytes(folder)
     if data is None:
         raise CollectionError(
@@ -276,8 +296,9 @@ def _remove_unnamed(folder: Path, manifest: dict[str, Any]) -> None:
     for place in folder.glob("tasks/*"):
         if f"tasks/{place.name}" not in named:
             shutil.rmtree(place, ignore_errors=True)
-    for leftover in [*folder.glob(".*.*"), *folder.glob("tasks/*/.*")]:
-        leftover.unlink(missing_ok=True)
+    for hidden in [*folder.glob(".*"), *folder.glob("tasks/*/.*")]:
+        if CUT_SHORT.fullmatch(hidden.name) and hidden.is_file():
+            hidden.unlink(missing_ok=True)
 
 
 def _json_bytes(value: Any) -> bytes:

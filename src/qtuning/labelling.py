@@ -7,7 +7,6 @@ into memory to be labelled on Ray.
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qtuning.errors import ConfigError, QTuningError, TaskError, unknown
+from qtuning.predictor import check_texts
 from qtuning.task_files import ENDINGS, read_json_line, read_records
 from qtuning.tasks import Text
 
@@ -82,10 +82,13 @@ def label_rows(
 
 
 def label_file(tuner: QTuner, asked: Asked) -> Iterator[dict[str, Any]]:
-    """The rows of a file with their answers, in the file's order."""
-    rows = iter(read_records(asked.file)) if asked.is_table else _read_lines(asked.file)
-    while batch := list(itertools.islice(rows, BATCH)):
-        yield from label_rows(tuner, batch, asked)
+    """The rows of a file with their answers, in the file's order; all are checked before the first is answered."""
+    rows = read_records(asked.file) if asked.is_table else list(_read_lines(asked.file))
+    for number, row in enumerate(rows, 1):
+        where = f"{asked.file.name}, row {number} (a header not counted)"
+        check_texts([_text_of(row, asked)], f"{where}: the text")
+    for first in range(0, len(rows), BATCH):
+        yield from label_rows(tuner, rows[first : first + BATCH], asked)
 
 
 def write_rows(rows: Iterable[Mapping[str, Any]], path: Path) -> int:

@@ -16,7 +16,7 @@ from qtuning.errors import TaskError, unknown
 from qtuning.keys import Finder, Found, keys_of, read_features
 from qtuning.scoring import Answerer, AnswererTable, Query, exact_matches
 from qtuning.snapshots import Snapshot, answering, answers_from_snapshots
-from qtuning.tasks import Text
+from qtuning.tasks import Text, check_whole
 
 UNKNOWN = "unknown"
 """The label of a text that is of no known task."""
@@ -171,12 +171,16 @@ class Predictor:
         return [found[i] for i in range(len(texts))]
 
 
-def check_texts(texts: Sequence[Text]) -> None:
-    """Refuse what is no text."""
+def check_texts(texts: Sequence[Text], what: str = "a text to predict") -> None:
+    """Refuse what is no text; `what` says of which one the message is, where that is known."""
     for text in texts:
         parts = text if isinstance(text, tuple) else (text,)
         if not all(isinstance(part, str) and part.strip() for part in parts):
-            raise TaskError(f"a text to predict must be a non-empty string, got {text!r}.")
+            raise TaskError(
+                f"{what} must be a non-empty string, got {text!r}; fill it or leave it out."
+            )
+        for part in parts:
+            check_whole(what, part)
 
 
 def _check_kind(text: Text, snapshot: Snapshot) -> None:
@@ -230,6 +234,7 @@ class RoutedPredictor(Predictor):
         ask: Callable[[Predictor, list[Text], str, list[int]], list[Result]],
     ) -> list[Result]:
         """The answers to all texts, from a predictor for each task or for each text."""
+        check_texts(texts)  # before a model adapts itself to one
         found: dict[int, Result] = {}
         for name in dict.fromkeys(tasks):
             if name not in self.snapshots:

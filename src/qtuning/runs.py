@@ -367,6 +367,7 @@ def result_of(
             "scale": facts.get("scale_u", []),
             "source": facts.get("source"),
             "source_cost": facts.get("source_cost"),
+            "pseudo_samples": facts.get("pseudo_samples"),
             "unchanged": run.unchanged[name],
             **run.found[name],
         }

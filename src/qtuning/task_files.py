@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -121,28 +121,40 @@ def read_records(file: Path) -> list[dict[str, Any]]:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             if ending == ".jsonl":
                 return _read_json_lines(file, stream)
-            return _read_table(
-                file, csv.DictReader(stream, delimiter="\t" if ending == ".tsv" else ",")
-            )
+            return _read_table(file, stream, "\t" if ending == ".tsv" else ",")
     except UnicodeDecodeError as error:
         raise TaskError(
             f"{file.name} is not UTF-8 (byte {error.start}); save it as UTF-8."
         ) from None
 
 
-def _read_table(file: Path, reader: csv.DictReader[str]) -> list[dict[str, Any]]:
+def _read_table(file: Path, stream: Iterable[str], delimiter: str) -> list[dict[str, Any]]:
+    """The rows; refused where a quotation mark that is not closed would take the next rows into a text.
+
+    In a CSV every mark that opens a text is closed right before a comma or the end of a line. In a TSV marks are often
+    characters like others: there a text over several lines gives itself away by the tabs of the rows it took in.
+    """
     rows: list[dict[str, Any]] = []
+    reader = csv.DictReader(stream, delimiter=delimiter, strict=delimiter == ",")
+    first_line = 1
     try:
+        if reader.fieldnames is None:
+            return rows
+        first_line = reader.line_num + 1
         for row in reader:
             if None in row:
                 raise TaskError(
                     f"{file.name}, line {reader.line_num}: more fields than columns; quote texts that contain "
                     f"the separator."
                 )
+            if delimiter == "\t" and any("\t" in c and "\n" in c for c in row.values() if c):
+                raise csv.Error(f"it goes on to line {reader.line_num}")
             rows.append(row)
+            first_line = reader.line_num + 1
     except csv.Error as error:
         raise TaskError(
-            f"{file.name}, line {reader.line_num}: not a readable table ({error}); save it again as CSV."
+            f"{file.name}, line {first_line}: a text that begins with a quotation mark must end with one, and those "
+            f"inside be doubled ({error}); mend it, or save the table as JSONL."
         ) from None
     return rows
 

@@ -106,6 +106,10 @@ class Task:
                 f"task {self.name!r}: metric must be one of {', '.join(METRICS)}, or some joined by +; "
                 f"got {self.metric!r}."
             )
+        for field_name in ("texts", "labels", "splits", "groups"):
+            values = getattr(self, field_name)
+            if hasattr(values, "tolist"):  # an array or a Series, which is neither true nor false
+                self._set(field_name, values.tolist())
         if len(self.texts) != len(self.labels):
             raise TaskError(
                 f"task {self.name!r}: {len(self.texts)} texts but {len(self.labels)} labels; give one label per text."
@@ -124,8 +128,10 @@ class Task:
         if len(kinds) > 1:
             raise TaskError(f"task {self.name!r} mixes single texts and pairs; use one kind.")
         names = tuple(str(name) for name in self.label_names)
+        known = frozenset(names)
         labels = [
-            _clean_label(self._row(i), label, names) for i, label in enumerate(self.labels, 1)
+            _clean_label(self._row(i), label, names, known)
+            for i, label in enumerate(self.labels, 1)
         ]
         self._set("labels", tuple(labels))
         self._set("label_names", names or tuple(sorted(set(labels))))
@@ -273,12 +279,19 @@ def _clean_one(where: str, text: Any) -> str:
         raise TaskError(f"{where}: the text must be a string, got {type(text).__name__} {text!r}.")
     if not text.strip():
         raise TaskError(f"{where}: the text is empty; remove the row or fill it.")
-    if not text.isascii() and _SURROGATE.search(text):
-        raise TaskError(f"{where}: the text has half a character; save it as UTF-8.")
+    check_whole(f"{where}: the text", text)
     return text
 
 
-def _clean_label(where: str, label: Any, names: tuple[str, ...]) -> str:
+def check_whole(what: str, text: str) -> None:
+    """Refuse half a character (a surrogate without its other half): no tokenizer takes it, no file can hold it."""
+    if not text.isascii() and (half := _SURROGATE.search(text)):
+        raise TaskError(
+            f"{what} has half a character ({half[0]!r}); write it whole, as UTF-8, or take it out."
+        )
+
+
+def _clean_label(where: str, label: Any, names: tuple[str, ...], known: frozenset[str]) -> str:
     if hasattr(label, "tolist"):  # numpy
         label = label.tolist()
     if isinstance(label, list | tuple | set | dict):
@@ -286,7 +299,8 @@ def _clean_label(where: str, label: Any, names: tuple[str, ...]) -> str:
             f"{where}: got several labels {label!r}. Multi-label data is out of scope: "
             f"one label per text. Make one yes/no task per label instead."
         )
-    if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
+    # what is not a number, and NA of pandas, does not equal itself
+    if label is None or (label == label) is not True or label == "":
         raise TaskError(f"{where}: the label is missing; fill it or drop the row.")
     if (isinstance(label, float) and not label.is_integer()) or (
         isinstance(label, str) and _FRACTION.fullmatch(label.strip())
@@ -295,7 +309,7 @@ def _clean_label(where: str, label: Any, names: tuple[str, ...]) -> str:
             f"{where}: the label {label!r} is a fraction; labels are classes, not quantities."
         )
     if isinstance(label, int | float) and not isinstance(label, bool) and names:
-        if str(int(label)) in names:
+        if str(int(label)) in known:
             return str(int(label))
         if not 0 <= int(label) < len(names):
             raise TaskError(
@@ -304,7 +318,8 @@ def _clean_label(where: str, label: Any, names: tuple[str, ...]) -> str:
             )
         return names[int(label)]
     text = str(int(label)) if isinstance(label, float) else str(label).strip()
-    if names and text not in names:
+    check_whole(f"{where}: the label", text)
+    if names and text not in known:
         raise TaskError(f"{where}: unknown label {text!r}; the labels are {', '.join(names)}.")
     return text
 
@@ -312,7 +327,12 @@ def _clean_label(where: str, label: Any, names: tuple[str, ...]) -> str:
 def _check_labels(task: str, labels: Sequence[str], names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         raise TaskError(f"task {task!r}: a label name is given twice in {list(names)}.")
-    missing = [name for name in names if name not in set(labels)]
+    if len(names) > MAX_CLASSES or (len(names) > 20 and len(names) > 0.5 * len(labels)):
+        raise TaskError(
+            f"task {task!r}: {len(names)} different labels in {len(labels)} rows; is the label column the right one?"
+        )
+    found = set(labels)
+    missing = [name for name in names if name not in found]
     if missing:
         raise TaskError(
             f"task {task!r}: no row has the label {missing[0]!r}; add some or remove it."
@@ -320,10 +340,6 @@ def _check_labels(task: str, labels: Sequence[str], names: Sequence[str]) -> Non
     if len(names) < 2:
         raise TaskError(
             f"task {task!r} has only the class {names[0]!r}; a task needs at least two classes."
-        )
-    if len(names) > MAX_CLASSES or (len(names) > 20 and len(names) > 0.5 * len(labels)):
-        raise TaskError(
-            f"task {task!r}: {len(names)} different labels in {len(labels)} rows; is the label column the right one?"
         )
 
 

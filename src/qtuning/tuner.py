@@ -36,9 +36,6 @@ from qtuning.progress import LearningBar
 from qtuning.snapshots import Snapshot, TaskCard, added, answers_from_snapshots, snapshot_for
 from qtuning.tasks import SPLIT_NAMES, Rows, Split, Task, Text
 
-TRIES = 10
-"""To read a collection that others are changing."""
-
 
 class QTuner:
     """Learns tasks one after another on one frozen model; nothing learnt earlier ever changes.
@@ -379,14 +376,23 @@ class QTuner:
     def refresh(self) -> bool:
         """Take over what another process saved where this collection came from; whether there was anything.
 
-        Tasks that are as they were stay the same objects, so that nothing has to be prepared again for them.
+        Tasks that are as they were stay the same objects, so that nothing has to be prepared again for them. Another
+        collection in that folder is refused: its prompts mean nothing to our model, and saving would call them ours.
         """
         if self._home is None:
             raise CollectionError("this collection was not opened from a folder; save it first.")
         folder, known = self._home
         if manifest_sha(folder) == known:
             return False
-        saved, sha = _read_whole(folder)
+        saved, sha = read_collection(folder)
+        with damage_named(folder):
+            ours, theirs = _kind(self._collection()), _kind(saved)
+        for key, value in theirs.items():
+            if value != ours[key]:
+                raise CollectionError(
+                    f"{folder} was replaced by a collection with {key} {value!r}, and the open one has {ours[key]!r}; "
+                    f"open the folder anew (start a server again), or put the old collection back."
+                )
         snapshots = {}
         for name, new in saved.snapshots.items():
             old = self.state.snapshots.get(name)
@@ -468,19 +474,20 @@ class QTuner:
         return tuner
 
 
-def _read_whole(folder: Path) -> tuple[Collection, str]:
-    """A collection that others may be saving: files can go while it is read, and then there is a newer one."""
-    for _ in range(TRIES):
-        before = manifest_sha(folder)
-        try:
-            return read_collection(folder)
-        except CollectionError:
-            if manifest_sha(folder) == before:
-                raise
-    return read_collection(folder)
+def _kind(collection: Collection) -> dict[str, Any]:
+    """What stays as it is when a collection learns or forgets."""
+    about = collection.backbone
+    # an older manifest lacks newer settings: they have their defaults
+    settings = make_settings(about["family"], **collection.settings)
+    return {
+        **{key: about[key] for key in ("fingerprint", "readout", "max_length")},
+        "method": collection.method,
+        "seed": collection.seed,
+        **settings_dict(*settings),
+    }
 
 
 def _score_rows(predictor: Predictor, card: TaskCard, rows: Rows) -> float:
     found: list[Tensor] = predictor.log_probs(rows.texts, [card.name] * len(rows))
     predicted = torch.stack(found).argmax(dim=-1).tolist() if found else []
-    return score_predictions(card.metric, rows.labels, predicted)
+    return score_predictions(card.metric, rows.labels, predicted, rows.groups)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -233,6 +234,39 @@ FILES: dict[str, tuple[str, str | bytes | None, tuple[str, ...], tuple[str, ...]
     ),
     "too-many-fields-after-a-text-of-two-lines": (
         "a.csv", 'text,label\n"good\ngreat",x\nbad, but,y\n', (), ("a.csv, line 4", "quote texts"),
+    ),
+    "mark-that-is-not-closed": (
+        "a.csv",
+        'text,label\ngood,x\n"bad,y\n"so so",x\n',
+        (),
+        ("a.csv, line 3", "must end with one", "mend it"),
+    ),
+    "mark-that-the-last-row-leaves-open": (
+        "a.csv", 'text,label\ngood,x\n"bad,y\n', (), ("a.csv, line 3", "must end with one"),
+    ),
+    "mark-within-a-text-in-marks": (
+        "a.csv", 'text,label\n"good" he said,x\nbad,y\n', (), ("a.csv, line 2", "be doubled"),
+    ),
+    "mark-that-is-not-closed-in-a-tsv": (
+        "a.tsv",
+        'text\tlabel\n"good" he said\tx\n"bad\ty\n"so so\tx\nfine\tx\n',
+        (),
+        ("a.tsv, line 3", "goes on to line 4", "mend it"),
+    ),
+    "quotation-over-two-rows-of-a-tsv": (
+        "a.tsv", 'text\tlabel\n"good\tx\nbad"\ty\n', (), ("a.tsv, line 2", "goes on to line 3"),
+    ),
+    "half-a-character": (
+        "a.jsonl",
+        '{"text": "good", "label": 1}\n{"text": "bad \\ud83d", "label": 0}\n',
+        (),
+        ("row 2", "the text has half a character", "ud83d", "write it whole"),
+    ),
+    "half-a-character-in-a-label": (
+        "a.jsonl",
+        '{"text": "good", "label": "x"}\n{"text": "bad", "label": "\\ud83d"}\n',
+        (),
+        ("row 2", "the label has half a character", "write it whole"),
     ),
     "broken-json-line": (
         "a.jsonl",
@@ -686,6 +720,21 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {
     "no-such-column": ("a.csv", "txt\ngood\n", (), ("a.csv", "'text'", "Did you mean 'txt'?")),
     "no-rows": ("a.csv", "", (), ("a.csv has no rows", "at least one text")),
     "empty-cell": ("a.csv", "text,id\n ,1\n", (), ("' '", "must be a non-empty string")),
+    "empty-cell-after-many": (
+        "a.csv",
+        "text,id\n" + "good,1\n" * 300 + ",2\n",
+        (),
+        ("a.csv, row 301 (a header not counted): the text", "got ''", "leave it out"),
+    ),
+    "half-a-character": (
+        "a.jsonl",
+        '{"text": "good"}\n{"text": "bad \\ud83d"}\n',
+        (),
+        ("a.jsonl, row 2", "half a character", "ud83d", "write it whole"),
+    ),
+    "mark-that-is-not-closed": (
+        "a.csv", 'text,id\ngood,1\n"bad,2\n"so so",3\n', (), ("a.csv, line 3", "mend it"),
+    ),
     "broken-json-line": ("a.jsonl", '{"text": "good"}\n{"text"\n', (), ("a.jsonl, line 2", "not JSON")),
     "second-text-that-is-no-column": (
         "a.csv", "text\ngood\n", ("--text-b", "reply"), ("'reply'", "Known: text"),
@@ -829,6 +878,18 @@ TASKS: dict[str, tuple[dict[str, Any], str]] = {
         {"labels": np.array([1, np.nan, 0], dtype=np.float32)},
         "row 2 .a header not counted.: the label is missing; fill it",
     ),
+    "missing-label-of-pandas": (
+        {"labels": pd.Series(["x", pd.NA, "y"], dtype="string")},
+        "row 2 .a header not counted.: the label is missing; fill it",
+    ),
+    "more-names-than-there-can-be-labels": (
+        {"label_names": [*"xy", *map(str, range(1000))]},
+        "1002 different labels in 3 rows; is the label column the right one",
+    ),
+    "half-a-character": (
+        {"texts": ["good", "bad", "fine \ud83d"]},
+        r"row 3 .*: the text has half a character \('.ud83d'\); write it whole",
+    ),
     "array-of-several-labels": (
         {"labels": np.array([[0, 1], [1, 0], [1, 1]])},
         "row 1 .*: got several labels.*out of scope",
@@ -900,6 +961,14 @@ CALLS: dict[str, tuple[Callable[[QTuner], object], str]] = {
     "text-that-is-a-number": (
         lambda tuner: tuner.predict([5], "tone"),
         "must be a non-empty string, got 5",
+    ),
+    "half-a-character": (
+        lambda tuner: tuner.predict(["good", "bad \ud83d"], "tone"),
+        r"half a character \('.ud83d'\); write it whole",
+    ),
+    "half-a-character-of-no-told-task": (
+        lambda tuner: tuner.predict("bad \ud83d"),
+        "half a character",
     ),
     "forget-an-unknown-task": (lambda tuner: tuner.remove("ton"), "'ton'. Did you mean 'tone'"),
     "score-an-unknown-part": (

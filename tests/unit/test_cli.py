@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from qtuning import __version__
+from qtuning import QTuner, __version__
 from qtuning.cli import KINDS, main
 from qtuning.presets import get_preset
 from tests.conftest import make_model, make_task, make_tokenizer
@@ -85,6 +86,59 @@ def test_learn_predict_show(run, model_folder: Path, tmp_path: Path) -> None:
     assert set(json.loads(run("show", folder, "--json"))["tasks"]) == {"first", "second"}
     again = run("learn", folder, tmp_path / "first.csv", "--replace")
     assert "now knows 2 tasks" in " ".join(again.split())
+
+
+def learn_meanwhile(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
+    """Let `change` happen while the next task is learnt."""
+    real, changes = QTuner.learn, [change]
+
+    def learn(self, *given, **how):
+        if changes:
+            changes.pop()()
+        return real(self, *given, **how)
+
+    monkeypatch.setattr(QTuner, "learn", learn)
+
+
+def test_a_task_joins_what_others_saved_while_it_was_learnt(
+    run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "c"
+    new = ["--model", model_folder, *(word for pair in SETTINGS for word in ("--set", pair))]
+
+    def other() -> None:
+        run("learn", folder, write_csv(tmp_path / "theirs.csv"), *([] if folder.exists() else new))
+
+    learn_meanwhile(monkeypatch, other)  # both make the collection
+    said = run("learn", folder, write_csv(tmp_path / "ours.csv"), *new)
+    assert "note: the collection was changed meanwhile" in " ".join(said.split())
+    assert "now knows 2 tasks" in " ".join(said.split())
+    learn_meanwhile(monkeypatch, lambda: run("learn", folder, tmp_path / "theirs.csv", "--replace"))
+    facts = json.loads(run("learn", folder, tmp_path / "ours.csv", "--replace", "--json"))
+    assert facts["version"] == 2
+    assert "the collection was changed meanwhile" in facts["notes"][-1]
+    tuner = QTuner.from_pretrained(folder)
+    assert {name: tuner.version(name) for name in tuner.tasks} == {"theirs": 2, "ours": 2}
+    assert not list(tmp_path.glob("c-*"))
+
+
+def test_what_cannot_join_is_kept_beside(
+    run, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    folder = tmp_path / "c"
+    options = [word for pair in SETTINGS for word in ("--set", pair)]
+    run("learn", folder, write_csv(tmp_path / "a.csv"), "--model", model_folder, *options)
+    file = write_csv(tmp_path / "b.csv")
+    learn_meanwhile(monkeypatch, lambda: run("learn", folder, file))
+    monkeypatch.setattr(sys, "argv", ["qtuning", "learn", str(folder), str(file)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "a task named 'b' is already in the collection; rename it, or replace it" in said
+    (kept,) = tmp_path.glob("c-b-*")
+    assert f"What was learnt is kept in {kept}; use that collection" in said
+    assert list(QTuner.from_pretrained(kept).tasks) == ["a", "b"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import logging
 import random
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 
 import pytest
 import torch
@@ -24,11 +26,15 @@ from qtuning.backbones import load_backbone
 from qtuning.backbones.prefixes import PromptMemory
 from qtuning.errors import CollectionError, TaskError
 from qtuning.predictor import Answer, Predictor
+from qtuning.serve import app as app_module
+from qtuning.serve import service as service_module
+from qtuning.serve import teaching as teaching_module
 from qtuning.serve.app import Limits, make_app
 from qtuning.serve.batching import Batcher, Busy
 from qtuning.serve.guards import Guard
 from qtuning.serve.metrics import Metrics
 from qtuning.serve.service import Service
+from qtuning.serve.teaching import Owner, is_alive, sweep_owners
 from qtuning.snapshots import predict_log_probs
 from tests.conftest import make_model, make_task, make_tokenizer
 
@@ -78,6 +84,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def as_json(task: Task, **extra: object) -> dict:
     examples = [{"text": t, "label": y} for t, y in zip(task.texts, task.labels, strict=True)]
     return {"name": task.name, "examples": examples, **extra}
+
+
+def wait_until(holds: Callable[[], object], within: float = 60.0) -> None:
+    limit = time.monotonic() + within
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 def ended(client: TestClient, teaching: dict, within: float = 60.0) -> dict:
@@ -356,6 +369,13 @@ def test_teaching_from_an_uploaded_file(client: TestClient, ending: str) -> None
     assert ended(client, replaced.json())["state"] == "done"
 
 
+def test_an_uploaded_table_that_would_lose_rows_is_refused(client: TestClient) -> None:
+    file = {"file": ("given.csv", b'text,label\ngood,x\n"bad,y\n"so so",x\nfine,y\n')}
+    refused = client.post("/v1/tasks", files=file, data={"name": "lossy"})
+    assert refused.status_code == 422
+    assert "line 3: a text that begins with a quotation mark" in refused.json()["detail"]
+
+
 def slow_epochs(service: Service, seconds: float) -> None:
     """Every epoch takes so long at least."""
     from qtuning.serve.teaching import Teaching
@@ -513,6 +533,139 @@ def test_what_one_process_teaches_or_removes_another_serves(folder: Path) -> Non
         served = client.post("/v1/classify", json=asked).json()["answers"]
     ours = second.answer(TEXTS, ["new"] * 4)
     assert [a.probabilities for a in ours] == [a["probabilities"] for a in served]
+
+
+@pytest.mark.parametrize("other", [{"queue_size": 3}, {"method": "continual-finetune"}])
+def test_another_collection_in_the_folder_changes_no_answer_and_is_not_taught(
+    folder: Path,
+    made: Path,
+    other: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(app_module, "LOOK_SECONDS", 0.02)
+    service = Service(folder)
+    with TestClient(make_app(service)) as client:
+        asked = {"inputs": TEXTS, "task": "tone"}
+        before = client.post("/v1/classify", json=asked).json()
+        stranger = QTuner(str(made.parent / "model"), **{**SMALL, **other})
+        stranger.learn(make_task("tone", rows=12, seed=5), progress=False)
+        stranger.save_pretrained(folder, overwrite=True)
+        saved = files_of(folder / "tasks")
+        wait_until(lambda: "replaced by a collection with" in caplog.text)
+        time.sleep(0.3)  # many looks more
+        assert caplog.text.count("replaced by a collection with") == 1
+        assert client.post("/v1/classify", json=asked).json() == before
+        teaching = client.post("/v1/tasks", json=as_json(make_task("new", rows=12))).json()
+        refused = ended(client, teaching)
+        assert refused["state"] == "failed"
+        assert "replaced by a collection with" in refused["message"]
+        assert client.delete("/v1/tasks/tone").status_code == 422
+        assert files_of(folder / "tasks") == saved
+
+
+def test_a_change_that_could_not_be_followed_is_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app_module, "LOOK_SECONDS", 0.02)
+    service = Service(folder)
+    real, failures = Predictor.prepare, [MemoryError("no room")] * 3
+
+    def prepare(self) -> None:
+        if failures:
+            raise failures.pop()
+        real(self)
+
+    with TestClient(make_app(service)):
+        monkeypatch.setattr(Predictor, "prepare", prepare)
+        other = QTuner.from_pretrained(folder)
+        other.remove("mood")
+        other.save_pretrained(folder)
+        wait_until(lambda: "mood" not in service.predictor.snapshots)
+    (said,) = [record for record in caplog.records if "no room" in record.getMessage()]
+    assert said.levelno == logging.WARNING
+    assert said.exc_info
+
+
+def test_a_full_disk_does_not_end_teaching(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_module, "RETRY_SECONDS", 0.02)
+    service = Service(folder)
+    real, is_full = teaching_module.write_atomic, Event()
+
+    def write_atomic(path: Path, data: bytes) -> None:
+        if is_full.is_set() and current_thread().name == "teacher":
+            raise OSError(28, "No space left on device")
+        real(path, data)
+
+    monkeypatch.setattr(teaching_module, "write_atomic", write_atomic)
+    is_full.set()
+    unlucky = service.teach(make_task("new", rows=12))
+    wait_until(lambda: "cannot write that teaching 'new' is failed" in caplog.text)
+    waiting = service.teach(make_task("other", rows=12))
+    time.sleep(0.2)
+    assert caplog.text.count("cannot write") == 1
+    is_full.clear()
+    wait_until(lambda: service.teaching(waiting.id).state == "done")
+    assert service.teaching(unlucky.id).state == "failed"
+    again = service.teach(make_task("new", rows=12))  # its name is free
+    wait_until(lambda: service.teaching(again.id).state == "done")
+    service.close()
+
+
+def test_closing_does_not_wait_for_a_full_disk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_module, "RETRY_SECONDS", 0.02)
+    service = Service(folder)
+    teaching = service.teach(make_task("new", rows=12))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(teaching_module, "write_atomic", full)
+    wait_until(lambda: "cannot write" in caplog.text)
+    service.close()
+    assert service.teaching(teaching.id).state == "stopped"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_teacher_that_died_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(folder)
+
+    def die(_: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service, "_learn", die)
+        service.teach(make_task("new", rows=12))
+        wait_until(lambda: not service._thread.is_alive())
+    teaching = service.teach(make_task("other", rows=12))
+    wait_until(lambda: service.teaching(teaching.id).state == "done")
+    service.close()
+
+
+def test_a_sweep_does_not_take_an_owner_that_is_just_beginning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "teaching").mkdir(exist_ok=True)
+    real = fcntl.flock
+    with ThreadPoolExecutor(1) as pool:
+
+        def flock(what: object, how: int) -> None:
+            if how == fcntl.LOCK_EX and str(getattr(what, "name", "")).endswith(".owner"):
+                sweeps.append(pool.submit(sweep_owners, folder))
+                time.sleep(0.2)
+            real(what, how)
+
+        sweeps: list = []
+        monkeypatch.setattr(fcntl, "flock", flock)
+        owner = Owner(folder)
+        sweeps[0].result(10)
+    assert is_alive(folder, owner.name)
+    owner.leave()
+    assert not is_alive(folder, owner.name)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import csv
 import json
+import time
 from collections import Counter
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +27,28 @@ def test_lists_are_enough() -> None:
     assert task.label_ids[:4] == (0, 1, 2, 0)
     assert task.label_words == {"a": "a", "b": "b", "c": "c"}
     assert not task.is_pair
+
+
+def test_arrays_and_series_are_like_lists() -> None:
+    pairs, ids = [("x", "y"), ("y", "x")] * 4, [0, 1] * 4
+    marks, groups = ["train", "test"] * 4, list("aabbccdd")
+    listed = Task("t", pairs, ids, splits=marks, groups=groups)
+    arrays = [np.array(values) for values in (pairs, ids, marks, groups)]
+    series = [pd.Series(values, index=range(8, 0, -1)) for values in (pairs, ids, marks, groups)]
+    for texts, labels, splits, grouped in (arrays, series):
+        task = Task("t", texts, labels, splits=splits, groups=grouped)
+        assert task == listed
+        assert {type(part) for text in task.texts for part in text} == {str}
+
+
+def test_checks_take_as_long_for_every_row() -> None:
+    """Quadratic, 20,000 rows took more than five seconds."""
+    texts, labels = [f"t{i}" for i in range(20_000)], [f"l{i}" for i in range(20_000)]
+    for names in ((), labels):
+        began = time.process_time()
+        with pytest.raises(TaskError, match="20000 different labels in 20000 rows"):
+            Task("t", texts, labels, label_names=names)
+        assert time.process_time() - began < 1
 
 
 def test_ids_with_names_and_label_words() -> None:
@@ -121,6 +147,33 @@ def test_every_file_format_gives_the_same_task(tmp_path: Path) -> None:
     assert all(task == tasks[0] for task in tasks)
     assert tasks[0].name == "t"
     assert tasks[0].texts[:2] == ("so, good", "bad\tday")
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_texts_of_several_lines_are_read_as_they_were_written(ending: str, tmp_path: Path) -> None:
+    texts = [
+        "one,\ntwo",
+        'a "good", one\r\n',
+        '"',
+        ",\n",
+        "\na\n\n",
+        '"so" he said',
+        "x\u2028\ty",
+    ] * 2
+    mark = "," if ending == "csv" else "\t"
+    with (tmp_path / f"t.{ending}").open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream, delimiter=mark).writerows(
+            [("text", "label"), *zip(texts, "ab" * 7, strict=True)]
+        )
+    task = Task.from_file(tmp_path / f"t.{ending}")
+    assert task.texts == tuple(texts)
+    assert task.labels == tuple("ab" * 7)
+
+
+def test_marks_in_a_tsv_may_be_characters_like_others(tmp_path: Path) -> None:
+    rows = 'text\tlabel\nthe "good" one\tx\n"so" he said\ty\nthe 5" one\tx\n'
+    task = Task.from_file(write(tmp_path / "t.tsv", rows))
+    assert (len(task.texts), task.labels) == (3, ("x", "y", "x"))
 
 
 def test_columns_pairs_and_splits(tmp_path: Path) -> None:

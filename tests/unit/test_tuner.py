@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -199,6 +200,66 @@ def test_another_writer_is_noticed(bert, tmp_path: Path) -> None:
     assert list(QTuner.from_pretrained(tmp_path / "c", model=bert).tasks) == ["task0", "y"]
 
 
+def test_a_save_of_another_in_the_middle_of_reading_is_read_instead(
+    bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner = make_tuner(bert, 1)
+    tuner.save_pretrained(tmp_path / "c")
+    real, meanwhile = collection_module._checked, [tuner]
+
+    def checked(*asked) -> bytes:
+        if meanwhile:
+            other = meanwhile.pop()
+            other.learn(make_task("more", rows=10), progress=False)
+            other.save_pretrained(
+                tmp_path / "c"
+            )  # removes the state that the manifest read above names
+        return real(*asked)
+
+    monkeypatch.setattr(collection_module, "_checked", checked)
+    assert list(QTuner.from_pretrained(tmp_path / "c", model=bert).tasks) == ["task0", "more"]
+
+
+OTHER_COLLECTIONS = {
+    "weights": ({"seed": 1}, {}, "fingerprint '.*', and the open one has '"),
+    "readout": ({"readout": "cls"}, {}, "readout 'cls', and the open one has 'mean'"),
+    "length": ({"max_length": 64}, {}, "max_length 64, and the open one has 128"),
+    "method": ({}, {"method": "continual-finetune"}, "method 'continual-finetune', .* 'q-tuning'"),
+    "seed": ({}, {"seed": 3}, "seed 3, and the open one has 0"),
+    "setting": ({}, {"queue_size": 5}, "queue_size 5, and the open one has 3"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_COLLECTIONS.values(), ids=OTHER_COLLECTIONS)
+def test_another_collection_in_the_folder_is_not_followed(bert, tmp_path: Path, case) -> None:
+    of_backbone, of_tuner, message = case
+    folder = tmp_path / "c"
+    make_tuner(bert, 1).save_pretrained(folder)
+    opened = QTuner.from_pretrained(folder, model=bert)
+    before, answered = opened.state, opened.predict_proba("good", "task0")
+    other = make_tuner(make_backbone("bert", **of_backbone), 1, **of_tuner)
+    other.save_pretrained(folder, overwrite=True)
+    saved = hashes(folder)
+    for _ in range(2):  # it does not get used to it
+        with pytest.raises(CollectionError, match=f"replaced by a collection with {message}.*anew"):
+            opened.refresh()
+    assert opened.state is before
+    assert opened.predict_proba("good", "task0") == answered
+    with pytest.raises(CollectionError, match="changed since it was opened"):
+        opened.save_pretrained(folder)
+    assert hashes(folder) == saved
+
+
+def test_an_older_manifest_without_newer_settings_is_followed(bert, tmp_path: Path) -> None:
+    make_tuner(bert, 1).save_pretrained(tmp_path / "c")
+    opened = QTuner.from_pretrained(tmp_path / "c", model=bert)
+    file = tmp_path / "c" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["settings"]["average"]  # stands for one that came later
+    file.write_text(json.dumps(manifest))
+    assert opened.refresh()
+
+
 def test_another_backbone_is_refused(bert, tmp_path: Path) -> None:
     make_tuner(bert, 1).save_pretrained(tmp_path / "c")
     with pytest.raises(CollectionError, match=r"made for 'tiny-bert'.*other weights"):
@@ -253,6 +314,29 @@ def test_score_in_its_modes(family_backbone) -> None:
         tuner.score(task, part="tset")
 
 
+def test_exact_match_counts_whole_groups(bert) -> None:
+    plain = make_task("grouped", rows=40)
+    count = len(plain.texts)
+    groups = [str(i // 4) for i in range(count)]
+    marks = ["test" if i // 4 % 2 else "train" for i in range(count)]
+    task = replace(plain, metric="exact-match", groups=groups, splits=marks)
+    tuner = QTuner(bert, **SMALL)
+    told = tuner.learn(task, progress=False)["test_score"]
+    rows = task.rows("test")
+    guessed = tuner.predict(list(rows.texts))
+    hits = [task.label_names[y] == g for y, g in zip(rows.labels, guessed, strict=True)]
+    whole = [all(hits[i : i + 4]) for i in range(0, len(hits), 4)]
+    assert told == tuner.score(task) == sum(whole) / len(whole)
+    assert told < sum(hits) / len(hits)
+
+
+def test_what_is_no_text_is_refused_before_a_model_adapts_to_it(bert) -> None:
+    tuner = QTuner(bert, method="mbpa++", **SMALL)
+    tuner.learn(make_task("task0", rows=10), progress=False)
+    with pytest.raises(TaskError, match="half a character"):
+        tuner.predict("bad \ud83d", "task0")
+
+
 def test_predict_asks_for_a_known_task_and_the_right_kind_of_text(bert) -> None:
     tuner = make_tuner(bert, 2)
     with pytest.raises(TaskError, match="Did you mean 'task"):
@@ -292,10 +376,31 @@ def test_a_kill_during_the_first_save_does_not_lock_the_folder(
     with pytest.raises(Killed):
         tuner.save_pretrained(tmp_path / "c")
     monkeypatch.setattr("qtuning.files.os.replace", real)
-    (tmp_path / "c" / "tasks" / "task0" / ".snapshot.safetensors.x1").write_bytes(b"half")
+    for name in (
+        "tasks/task0/snapshot.safetensors",
+        "tasks/task0/task.json",
+        "README.md",
+        "manifest.json",
+    ):
+        half = tmp_path / "c" / name
+        tempfile.mkstemp(dir=half.parent, prefix=f".{half.name}.")  # as `write_atomic` names it
     tuner.save_pretrained(tmp_path / "c")
     assert list(QTuner.from_pretrained(tmp_path / "c", model=bert).tasks) == ["task0"]
     assert not list((tmp_path / "c").rglob(".*"))
+
+
+def test_dot_files_of_the_user_stay(bert, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    tuner = make_tuner(bert, 1)
+    tuner.save_pretrained(folder)
+    mine = {".gitlab-ci.yml", ".env.local", ".README.md.swp"}
+    for name in mine:
+        (folder / name).write_text("mine")
+    for name in (".venv3.11", "tasks/task0/.ipynb_checkpoints"):
+        (folder / name).mkdir()
+    tuner.learn(make_task("more", rows=10), progress=False)
+    tuner.save_pretrained(folder)
+    assert {path.name for path in folder.glob(".*")} == {*mine, ".venv3.11"}
 
 
 def test_a_collection_without_a_task_can_be_saved(bert, tmp_path: Path) -> None:

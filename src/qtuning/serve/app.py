@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path, PurePath
@@ -142,11 +142,19 @@ def make_app(service: Service, limits: Limits | None = None) -> FastAPI:
 
 
 async def _follow(desk: Desk) -> None:
-    """Other processes may change the collection: look now and then."""
+    """Other processes may change the collection: look now and then, whatever came of the last look."""
+    said = ""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        with suppress(QTuningError, OSError):  # half written: whole at the next look
+        try:
             await asyncio.to_thread(desk.service.refresh)
+            said = ""
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            if cause != said:  # once, not at every look
+                is_unexpected = not isinstance(error, QTuningError | OSError)
+                log.warning("answers stay as they were: %s", cause, exc_info=is_unexpected)
+            said = cause
 
 
 def _say_problems_in_one_line(app: FastAPI) -> None:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from threading import RLock, Thread
 from typing import Any
 
+from qtuning.collection import TRIES
 from qtuning.config import settings_dict
 from qtuning.errors import CollectionError, QTuningError, TaskError, unknown
 from qtuning.files import held, sha256_of
@@ -36,13 +38,15 @@ from qtuning.serve.teaching import (
 )
 from qtuning.snapshots import added, answers_from_snapshots
 from qtuning.tasks import Task, Text
-from qtuning.tuner import TRIES, QTuner
+from qtuning.tuner import QTuner
 
 log = logging.getLogger("qtuning.serve")
 MOST_TEACHINGS = 32
 """That wait, at most."""
 REMEMBERED_TEACHINGS = 200
 """Reports of ended teachings that are kept."""
+RETRY_SECONDS = 1.0
+"""Between two tries to write how a teaching ended."""
 STAYS = "What the queue and the shared prefix learnt from it stays in them."
 
 
@@ -89,7 +93,8 @@ class Service:
     def refresh(self) -> None:
         """Follow what another process did to the collection."""
         with self._changing:
-            if self.tuner.refresh():
+            self.tuner.refresh()
+            if self.predictor is not self.tuner.predictor:  # also where an earlier switch failed
                 self._switch()
 
     def _switch(self) -> None:
@@ -198,7 +203,7 @@ class Service:
         teaching.owner = self._owner.name
         teaching.may_go_on()
         teaching.say(state="waiting", message="")
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = Thread(target=self._work, name="teacher", daemon=True)
             self._thread.start()
         self._todo.put(teaching)
@@ -209,14 +214,13 @@ class Service:
             try:
                 self._learn(teaching)
             except Stopped:
-                teaching.say(state="stopped", message=f"stopped after epoch {teaching.epoch}")
+                self._end(teaching, "stopped", message=f"stopped after epoch {teaching.epoch}")
             except Exception as error:
                 said = str(error)
                 if not isinstance(error, QTuningError):
                     said = f"{type(error).__name__}: {said}"
                 log.warning("teaching %r failed: %s", teaching.task, said)
-                teaching.forget()
-                teaching.say(state="failed", message=said)
+                self._end(teaching, "failed", message=said)
 
     def _learn(self, teaching: Teaching) -> None:
         def stop_if_asked() -> None:
@@ -257,9 +261,26 @@ class Service:
 
             self._commit(with_new)
             result["version"] = self.tuner.version(teaching.task)
-        teaching.forget()
-        teaching.say(state="done", result=_plain(result))
         log.info("taught task %r", teaching.task)
+        self._end(teaching, "done", result=_plain(result))
+
+    def _end(self, teaching: Teaching, state: str, **news: Any) -> None:
+        """Report an end, as soon as the disk takes it: a teaching that seems to run keeps its name taken."""
+        for attempt in count():
+            try:
+                if state != "stopped":
+                    teaching.forget()
+                teaching.say(state=state, **news)
+                return
+            except OSError as error:
+                if attempt == 0:
+                    log.warning(
+                        "cannot write that teaching %r is %s (%s); trying until it can be written",
+                        teaching.task, state, error,
+                    )  # fmt: skip
+            if self._is_closed:
+                return
+            time.sleep(RETRY_SECONDS)
 
 
 class Taken(TaskError):

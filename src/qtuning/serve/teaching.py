@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qtuning.files import write_atomic
+from qtuning.files import held, write_atomic
 from qtuning.fit import FitState
 from qtuning.lanes import Progress
 from qtuning.records import read_tensors, write_tensors
@@ -142,8 +142,9 @@ class Owner:
         self.name = secrets.token_hex(4)
         folder = collection / FOLDER
         folder.mkdir(exist_ok=True)
-        self._stream = (folder / f"{self.name}.owner").open("w")
-        fcntl.flock(self._stream, fcntl.LOCK_EX)
+        with held(folder):  # no sweep between the file and its lock
+            self._stream = (folder / f"{self.name}.owner").open("w")
+            fcntl.flock(self._stream, fcntl.LOCK_EX)
 
     def leave(self) -> None:
         """No longer."""
@@ -165,9 +166,10 @@ def is_alive(collection: Path, owner: str) -> bool:
 
 def sweep_owners(collection: Path) -> None:
     """Remove what processes left that were killed."""
-    for file in (collection / FOLDER).glob("*.owner"):
-        if not is_alive(collection, file.stem):
-            file.unlink(missing_ok=True)
+    with held(collection / FOLDER):
+        for file in (collection / FOLDER).glob("*.owner"):
+            if not is_alive(collection, file.stem):
+                file.unlink(missing_ok=True)
 
 
 def read_teachings(collection: Path) -> dict[str, Teaching]:
