@@ -668,6 +668,16 @@ def test_a_sweep_does_not_take_an_owner_that_is_just_beginning(
     assert not is_alive(folder, owner.name)
 
 
+def test_who_asks_for_a_dead_owner_at_the_same_time_is_not_taken_for_it(tmp_path: Path) -> None:
+    owner = Owner(tmp_path)
+    file = Path(owner._stream.name)
+    owner.leave()
+    file.touch()  # as a killed process leaves it
+    with file.open() as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        assert not is_alive(tmp_path, owner.name)
+
+
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────
 
 JSON = {"content-type": "application/json"}

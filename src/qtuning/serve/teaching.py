@@ -153,10 +153,10 @@ class Owner:
 
 
 def is_alive(collection: Path, owner: str) -> bool:
-    """Whether that process still holds its lock."""
+    """Whether that process still holds its lock; any number may ask at once."""
     try:
         with (collection / FOLDER / f"{owner}.owner").open() as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
