@@ -467,3 +467,32 @@ def test_what_the_findings_say_in_short_is_what_they_say() -> None:
     ):
         assert figure in short
         assert said in words, said
+
+
+def test_the_findings_on_lfpt5_are_those_of_the_records() -> None:
+    """One short order; it never had anything to rehearse."""
+    page = " ".join(findings("fifteen-tasks").split())
+    order = "order-01"
+    labelled = {**records_in("short-smollm2"), **records_in("rehearsal-smollm2")}
+    runs = {label.removesuffix(", shots 16"): own for label, own in labelled.items()}
+    own = {m: [runs[m][order, seed] for seed in range(3)] for m in runs if (order, 2) in runs[m]}
+    vectors = {CONTROL: "60", "q-tuning": "20 of 50", "per-task-prompt": "10",
+               "lfpt5": "60, the same for all", "prompt-tuning": "10, the same for all"}  # fmt: skip
+    scores = {m: [100 * record["average_score"] for record in own[m]] for m in vectors}
+    lost = {m: mean(100 * record["backward_transfer"] for record in own[m]) for m in vectors}
+    learnt = {
+        m: mean(100 * t["when_learnt"] for record in own[m] for t in record["tasks"].values())
+        for m in vectors
+    }
+    shown = between(findings("fifteen-tasks"), "rehearsal")
+    ranked = sorted(vectors, key=lambda m: -mean(scores[m]))
+    assert shown == [
+        f"| `{m}`{' (control)' if m == CONTROL else ''} | {vectors[m]} | {learnt[m]:.1f} "
+        f"| {told(scores[m])} | {lost[m] + 0.0:.1f} |"
+        for m in ranked
+    ]
+    tasks = [task for record in own["lfpt5"] for task in record["tasks"].values()]
+    assert {task["prompt_rows"] for task in tasks} == {60}
+    assert sum(task["pseudo_samples"] for task in tasks) == 0
+    asked = 3 * sum(2 * classes * later for classes, later in ((14, 3), (5, 2), (10, 1)))
+    assert f"of the {asked} examples it wrote in three runs none could be read back" in page

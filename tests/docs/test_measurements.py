@@ -231,3 +231,18 @@ def test_the_figures_of_lines_are_those_of_the_measurements() -> None:
     )
     earlier = pack["earlier_pack_of_padded_rows"]
     assert f"had {earlier['seconds'] / earlier['lanes']:.1f}" in claims
+
+
+def test_the_table_of_rehearsal_comes_from_the_measurements() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "perf" / "results" / "rehearsal-cpu.json").read_text())
+    assert f"`{record['command']}`" in page
+    assert between(page, "cpu-rehearsal") == [
+        f"| {each['words']} | {each['pseudo_samples']} | {each['median_ms']['read at each step']:.0f} "
+        f"| {each['median_ms']['read once']:.0f} | {each['times_as_fast']:.1f} |"
+        for each in record["results"]
+    ]
+    losses = [each["losses"].values() for each in record["results"]]
+    assert all(14 < loss < 16 for own in losses for loss in own)
+    apart = max(abs(once - again) for once, again in losses)
+    assert f"differ by at most {apart:.2f}, as bf16 does" in page
