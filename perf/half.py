@@ -105,23 +105,27 @@ def main() -> None:
         "command": f"python perf/half.py --models {' '.join(given.models)} --words {' '.join(map(str, given.words))} "
         f"--rounds {given.rounds} --steps {given.steps}",
         "date": date.today().isoformat(),
-        "versions": {
-            "device": processor(),
-            "threads": torch.get_num_threads(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "multiplies_bf16": torch.cpu._is_avx512_bf16_supported(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": conditions(),
         "results": found,
     }
     path = Path(__file__).parent / "results" / "half-cpu.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def processor() -> str:
-    """Name and cores."""
+def conditions() -> dict:
+    """What times on a CPU depend on."""
+    return {
+        "device": _processor(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "multiplies_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _processor() -> str:
     facts = Path("/proc/cpuinfo")
     names = facts.read_text().splitlines() if facts.exists() else []
     name = next((line.split(": ", 1)[1] for line in names if line.startswith("model name")), "CPU")

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from datetime import date
 from pathlib import Path
 
-import torch
-import transformers
-from half import processor
+from half import conditions
 
 from qtuning import Task, load_backbone
 from qtuning.config import make_settings
@@ -104,13 +101,7 @@ def main() -> None:
         f"--pseudo {' '.join(map(str, given.pseudo))} --rounds {given.rounds} --steps {given.steps}",
         "date": date.today().isoformat(),
         "model": "smollm2-135m, bf16",
-        "versions": {
-            "device": processor(),
-            "threads": torch.get_num_threads(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": conditions(),
         "results": found,
     }
     path = Path(__file__).parent / "results" / "rehearsal-cpu.json"
